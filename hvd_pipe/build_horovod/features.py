@@ -69,11 +69,11 @@ def _of_torch(file: str) -> str:
 
 def features_here(only: str | None = None, mpi: bool = True, cuda: bool = False) -> Features:
     """Return the features of a Horovod for the frameworks that are installed."""
-    found = {
+    versions = {
         "torch": installed("torch"),
         "tensorflow": installed("tensorflow-cpu", "tensorflow"),
     }
-    wanted = {name: version for name, version in found.items() if only in {None, name}}
+    wanted = {name: version for name, version in versions.items() if only in {None, name}}
     if not any(wanted.values()):
         names = " nor ".join(wanted)
         raise SetupError(

@@ -123,20 +123,20 @@ def open_transport(channels: Sequence[Channel], transport: str, framework: Frame
     peers = agreement.gather([one.peer for one in channels], "hvd_pipe.pipeline.channels", world)
     pairs = {(min(a, b), max(a, b)) for a, others in enumerate(peers) for b in others}
 
-    def meet() -> None:
+    def barrier() -> None:
         agreement.gather(None, "hvd_pipe.pipeline.close", world)
 
     if name == "mpi":
         from hvd_pipe.pipeline import mpi  # noqa: PLC0415
 
-        return mpi.MpiTransport(channels, meet)
+        return mpi.MpiTransport(channels, barrier)
 
-    def made() -> tuple[Mapping[tuple[int, ...], ProcessSet], Description]:
+    def make_sets() -> tuple[Mapping[tuple[int, ...], ProcessSet], Description]:
         # All ranks fail together, or one that has left shuts Horovod down under the others.
         return make_process_sets(sorted(pairs), world, _NEEDED), []
 
-    sets = agreement.checked(made, "hvd_pipe.pipeline.process_sets", world)
-    return ProcessSetTransport(channels, int(horovod.rank()), sets, framework.start, meet)
+    sets = agreement.checked(make_sets, "hvd_pipe.pipeline.process_sets", world)
+    return ProcessSetTransport(channels, int(horovod.rank()), sets, framework.start, barrier)
 
 
 _NEEDED = (

@@ -15,7 +15,7 @@ from hvd_pipe.pipeline.runner import BuiltPipeline
 from hvd_pipe.planning.stages import Partition
 
 NEW = "new."
-"""Begins the names of files until all of them are written."""
+"""Prefix of a file's name until all files are written."""
 
 
 def digest(path: Path) -> str:
@@ -64,7 +64,7 @@ def write_checkpoint(
     layers: Iterable[str],
     **more: Any,
 ) -> None:
-    """Write a checkpoint: a framework's files, and then what is said of the pipeline."""
+    """Write a checkpoint: a framework's files, and then the document about the pipeline."""
     stages = json.loads(built.assignment.partition.to_json())
     norms = [None if math.isnan(norm) else norm for norm in built.stage.norms.squared]
     mode = built.assignment.mode.name
@@ -81,15 +81,15 @@ def write_checkpoint(
 def read_checkpoint(
     directory: Path, schema: str, read: Callable[[int], T]
 ) -> tuple[dict[str, Any], T]:
-    """Return what is said of a pipeline, and what a framework reads beside it."""
+    """Return the document about a pipeline, and what ``read`` returns for its stages."""
     try:
-        found = json.loads((directory / ABOUT).read_text(encoding="utf-8"))
-        if found.get("schema") != schema:
-            raise ValueError(f"its schema is {found.get('schema')!r}, not {schema!r}")
-        for name, expected in found["files"].items():
+        document = json.loads((directory / ABOUT).read_text(encoding="utf-8"))
+        if document.get("schema") != schema:
+            raise ValueError(f"its schema is {document.get('schema')!r}, not {schema!r}")
+        for name, expected in document["files"].items():
             if digest(directory / name) != expected:
                 raise ValueError(f"{name} is damaged, or not the one that was written")
-        return found, read(len(found["partition"]["stages"]))
+        return document, read(len(document["partition"]["stages"]))
     except _DAMAGE as error:
         raise HvdPipeError(
             f"{directory} holds no checkpoint of such a pipeline ({error}): name a directory that "
@@ -97,20 +97,20 @@ def read_checkpoint(
         ) from error
 
 
-def resume(built: BuiltPipeline, found: dict[str, Any], layers: Iterable[str]) -> bool:
-    """Take the norms of gradients that a checkpoint has; return whether its stages are these.
+def resume(built: BuiltPipeline, document: dict[str, Any], layers: Iterable[str]) -> bool:
+    """Load the gradient norms of a checkpoint; return whether its stages are these.
 
     Layers are compared by their places, as names that Keras makes up differ from run to run.
     """
-    saved = Partition.from_json(json.dumps(found["partition"]))
-    same = _placed(saved, found["layers"]) == _placed(built.assignment.partition, layers)
-    if same:
+    saved = Partition.from_json(json.dumps(document["partition"]))
+    same_stages = _placed(saved, document["layers"]) == _placed(built.assignment.partition, layers)
+    if same_stages:
         built.stage.norms.squared = tuple(
-            math.nan if norm is None else norm for norm in found["squared_norms"]
+            math.nan if norm is None else norm for norm in document["squared_norms"]
         )
-    return same
+    return same_stages
 
 
 def _placed(partition: Partition, layers: Iterable[str]) -> list[tuple[list[int], int]]:
     place = {name: at for at, name in enumerate(layers)}
-    return [([place[name] for name in one.layers], one.replicas) for one in partition.stages]
+    return [([place[n] for n in stage.layers], stage.replicas) for stage in partition.stages]

@@ -92,7 +92,7 @@ def execute(
                 progress()
         if recorder.is_on:
             name = f"{_WORDS.get(type(step), category)} {_name(step, cut)}"
-            recorder.told(category, name, begun)
+            recorder.record_external(category, name, begun)
     transport.flush()
     times.total_s = clock() - began
     return times

@@ -112,12 +112,12 @@ class Format:
         magic, length, minibatch, microbatch, digest, stages, tensors = fixed
         if magic != _MAGIC:
             raise _malformed(f"it begins with {magic!r} and not with {_MAGIC!r}")
-        for what, found, planned in (
+        for noun, count, planned in (
             ("stages", stages, self.stages),
             ("tensors", tensors, len(self.most_shapes)),
         ):
-            if found != planned:
-                raise _malformed(f"it has {found} {what}, the plan {planned}")
+            if count != planned:
+                raise _malformed(f"it has {count} {noun}, the plan {planned}")
         norms = tuple(buffer[self._norms].view("<f8").tolist())
         dims = iter(buffer[self._dims].view("<i8").tolist())
         shapes = tuple(tuple(next(dims) for _ in most) for most in self.most_shapes)
@@ -196,28 +196,28 @@ class TensorSpec:
 
     def check(self, shape: Sequence[int], dtype: str, where: str) -> None:
         """Check a tensor: dimensions in ``dynamic`` may be smaller than planned, no others."""
-        found = tuple(shape)
-        what = f"{where}: tensor {self.name!r}"
-        plan = f"was planned as {self.dtype} {self.shape}, but is {dtype} {found}"
+        actual = tuple(shape)
+        name = f"{where}: tensor {self.name!r}"
+        plan = f"was planned as {self.dtype} {self.shape}, but is {dtype} {actual}"
         if dtype != self.dtype:
             raise ValueError(
-                f"{what} {plan}: minibatches must have the dtypes of the sample; convert them in "
+                f"{name} {plan}: minibatches must have the dtypes of the sample; convert them in "
                 "the loader, or plan with a sample that has this dtype"
             )
-        if len(found) != len(self.shape):
+        if len(actual) != len(self.shape):
             raise ValueError(
-                f"{what} {plan}: it must have {len(self.shape)} dimensions; plan with a sample "
+                f"{name} {plan}: it must have {len(self.shape)} dimensions; plan with a sample "
                 "that is shaped like the minibatches"
             )
-        for at, (planned, now) in enumerate(zip(self.shape, found, strict=True)):
+        for at, (planned, now) in enumerate(zip(self.shape, actual, strict=True)):
             if at in self.dynamic and now > planned:
                 raise ValueError(
-                    f"{what} {plan}: dimension {at} follows the batch and may be smaller than "
+                    f"{name} {plan}: dimension {at} follows the batch and may be smaller than "
                     "planned, never larger; plan with the largest minibatch as the sample"
                 )
             if at not in self.dynamic and now != planned:
                 raise ValueError(
-                    f"{what} {plan}: dimension {at} does not follow the batch, so it must be "
+                    f"{name} {plan}: dimension {at} does not follow the batch, so it must be "
                     f"{planned} in every minibatch; pad or crop the data to one size"
                 )
 

@@ -125,8 +125,8 @@ class PipeDreamBase(ABC, Generic[B]):
         )
         if sample is not None:
             self._build(sample)
-        self.epoch, same = self._restored(self._ready, Path(directory))
-        if self._options.progress and not same:
+        self.epoch, same_stages = self._load_checkpoint(self._ready, Path(directory))
+        if self._options.progress and not same_stages:
             print(
                 f"{os.fspath(directory)} is of other stages than these: what they know was moved, "
                 "and the run that goes on is not the same bit for bit",
@@ -147,12 +147,12 @@ class PipeDreamBase(ABC, Generic[B]):
         """Cut a minibatch into microbatches."""
 
     @abstractmethod
-    def _made(self, sample: Any) -> B:
+    def _build_part(self, sample: Any) -> B:
         """Build this worker's part; all ranks do."""
 
     @abstractmethod
-    def _restored(self, built: B, directory: Path) -> tuple[int, bool]:
-        """Take a checkpoint that rank 0 reads."""
+    def _load_checkpoint(self, built: B, directory: Path) -> tuple[int, bool]:
+        """Load a checkpoint; return its epoch, and whether its stages are these."""
 
     def _drawing_alike(self) -> AbstractContextManager[Any]:
         """Return a context in which loaders draw the same order on all ranks; all call this."""
@@ -171,7 +171,7 @@ class PipeDreamBase(ABC, Generic[B]):
     def _build(self, sample: Any) -> B:
         self._check_open()
         if self._built is None:
-            self._built = self._made(sample)
+            self._built = self._build_part(sample)
         return self._built
 
     def _check_open(self) -> None:

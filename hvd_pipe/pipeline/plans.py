@@ -149,12 +149,12 @@ class Assignment:
 
     @property
     def layout(self) -> Layout:
-        """Which rank is who."""
+        """The ranks of all workers."""
         return Layout(self.partition.replicas)
 
     @property
     def worker(self) -> Worker:
-        """Who this is."""
+        """This rank's worker."""
         return self.layout.worker(self.rank)
 
     @property
@@ -164,7 +164,7 @@ class Assignment:
 
 
 def assign(options: Options, partition: Partition, rank: int) -> Assignment:
-    """Return what this rank does."""
+    """Return the assignment of a rank."""
     mode, replicas = options.chosen_mode, partition.replicas
     scaled = options.scale_lr and not mode.coalesces
     width = replicas[Layout(replicas).worker(rank).stage]
@@ -196,10 +196,10 @@ def plan_together(
         memory = None if options.memory_bytes is None else int(options.memory_bytes)
         network = Network(Link(latency, 1.0 / bandwidth))
         cluster = Cluster(workers, network, memory_bytes=memory)
-        found, why = choose(options, profile, cluster, optimizer_ratio())
+        partition, why = choose(options, profile, cluster, optimizer_ratio())
         if options.progress:
-            print(f"{found}\n{why}", flush=True)
-        return found.to_json()
+            print(f"{partition}\n{why}", flush=True)
+        return partition.to_json()
 
     return Partition.from_json(agreement.found_by_first(find, "hvd_pipe.pipeline.plan", ranks))
 
@@ -222,9 +222,9 @@ def choose(
     replicas = wanted if isinstance(wanted, tuple) else None
     asked = "the best cuts for these replicas" if replicas else "the fastest plan"
     planner = Planner(model, cluster, mode.name, optimizer_ratio, in_transit)
-    found = given or planner.best(replicas)
-    count = options.microbatches or usual_microbatches(mode, found.replicas, in_transit or 0)
-    whole, plan = coalesced(model, found, pieces)
+    partition = given or planner.best(replicas)
+    count = options.microbatches or usual_microbatches(mode, partition.replicas, in_transit or 0)
+    whole, plan = coalesced(model, partition, pieces)
     plan, cost = scheduled(
         plan,
         whole,
@@ -238,29 +238,29 @@ def choose(
     _check_memory(cost, cluster)
     stages = [
         replace(stage, memory_bytes=memory)
-        for stage, memory in zip(found.stages, cost.memory_bytes, strict=True)
+        for stage, memory in zip(partition.stages, cost.memory_bytes, strict=True)
     ]
-    found = replace(found.with_in_transit(plan.in_transit), stages=tuple(stages))
+    partition = replace(partition.with_in_transit(plan.in_transit), stages=tuple(stages))
     in_flight = "-".join(map(str, plan.in_flight))
-    more = f" (in_transit={plan.in_transit})" if plan.in_transit else ""
+    transit = f" (in_transit={plan.in_transit})" if plan.in_transit else ""
     megabytes = max(cost.memory_bytes) / 1e6
-    held = f"{in_flight} are in flight, by stage{more}, for {megabytes:.1f} MB a worker"
+    held = f"{in_flight} are in flight, by stage{transit}, for {megabytes:.1f} MB a worker"
     if given is not None:  # nobody has measured the links
-        return found, f"as given; {held}"
+        return partition, f"as given; {held}"
     period, parallel, single = (
         f"{1e3 * seconds:.4g} ms"
-        for seconds in (cost.period_s / pieces, found.data_parallel_s, found.single_s)
+        for seconds in (cost.period_s / pieces, partition.data_parallel_s, partition.single_s)
     )
     parallel_bytes = cost.data_parallel_bytes * pieces
     saved = 1.0 - cost.wire_bytes / parallel_bytes if parallel_bytes else 0.0
-    staleness = "-".join(str(one.staleness) for one in cost.held)
+    staleness = "-".join(str(stage.staleness) for stage in cost.held)
     why = (
         f"{mode.name}: {asked} over links of {cluster.network.link_time.bandwidth * 8e-9:.3g} "
         f"Gbit/s; {period} a {'micro' if pieces > 1 else 'mini'}batch are predicted, where data "
         f"parallelism would take {parallel} and one worker {single}; {held}; gradients are "
         f"{staleness} updates late, by stage; {saved:.0%} less is sent than by data parallelism"
     )
-    return replace(found, simulated_s=cost.period_s / pieces), why
+    return replace(partition, simulated_s=cost.period_s / pieces), why
 
 
 def _check_memory(cost: PipelineCost, cluster: Cluster) -> None:

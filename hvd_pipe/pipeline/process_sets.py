@@ -82,7 +82,7 @@ class ProcessSetTransport(Transport):
         outgoing = self._outgoing[peer, kind]
         size = checked_size(data, outgoing.channel)
         if len(outgoing.unsent) >= WINDOW:
-            self._settle_one(outgoing)
+            self._finish_oldest(outgoing)
         message = np.frombuffer(data, np.uint8)
         if size < outgoing.channel.capacity or not message.flags.writeable:
             unpadded, message = message, empty(outgoing.channel.capacity)
@@ -97,7 +97,7 @@ class ProcessSetTransport(Transport):
         self._check()
         for outgoing in self._outgoing.values():
             while outgoing.unsent:
-                self._settle_one(outgoing)
+                self._finish_oldest(outgoing)
 
     def _begin(self, buffer: Bytes, channel: Channel, number: int) -> Handle:
         root, other = (
@@ -117,7 +117,7 @@ class ProcessSetTransport(Transport):
             incoming.posted_so_far += 1
             incoming.unposted -= 1
 
-    def _settle_one(self, outgoing: Outgoing) -> None:
+    def _finish_oldest(self, outgoing: Outgoing) -> None:
         going, _ = outgoing.unsent[0]
         _wait(going, outgoing)
         outgoing.unsent.popleft()

@@ -69,7 +69,7 @@ class BuiltPipeline(ABC):
 
     @property
     def assignment(self) -> Assignment:
-        """Who the worker is, and what it does."""
+        """The stage and the schedule of this worker."""
         return self.connections.assignment
 
     @abstractmethod
@@ -116,7 +116,7 @@ class BuiltPipeline(ABC):
 
     def _stats(self, times: Times, minibatches: int, training: bool) -> EpochStats:
         transport, framework = self.connections.transport, self.connections.framework
-        mine = {
+        report = {
             "tally": self.stage.tally(),
             "times": [times.total_s, times.compute_s, times.wait_s, times.utilisation],
             "period_s": self._period_s(times.backward_ends) if training else 0.0,
@@ -124,14 +124,14 @@ class BuiltPipeline(ABC):
             "norm": self.stage.norms.squared[self.assignment.worker.stage],
         }
         self._sent_before = transport.sent_bytes
-        everyone: list[dict[str, Any]] = framework.agreement.gather(
-            mine, "hvd_pipe.pipeline.stats", framework.ranks
+        reports: list[dict[str, Any]] = framework.agreement.gather(
+            report, "hvd_pipe.pipeline.stats", framework.ranks
         )
         layout = self.assignment.layout
         firsts = (layout.rank(Worker(s, 0)) for s in range(layout.stages))
-        self.stage.norms.squared = tuple(everyone[first]["norm"] for first in firsts)
-        tally = Tally(*map(sum, zip(*(one["tally"] for one in everyone), strict=True)))
-        total, compute, wait, used = zip(*(one["times"] for one in everyone), strict=True)
+        self.stage.norms.squared = tuple(reports[first]["norm"] for first in firsts)
+        tally = Tally(*map(sum, zip(*(one["tally"] for one in reports), strict=True)))
+        total, compute, wait, used = zip(*(one["times"] for one in reports), strict=True)
         return EpochStats(
             loss=tally.loss / tally.weight,
             metric=tally.metric / tally.weight if self.has_metric else None,
@@ -141,8 +141,8 @@ class BuiltPipeline(ABC):
             compute_s=compute,
             wait_s=wait,
             utilisation=used,
-            period_s=everyone[-1]["period_s"],
-            sent_bytes=tuple(one["sent"] for one in everyone),
+            period_s=reports[-1]["period_s"],
+            sent_bytes=tuple(one["sent"] for one in reports),
         )
 
     def _period_s(self, ends: Sequence[float]) -> float:

@@ -25,13 +25,13 @@ class Norms:
     def __init__(self, stage: int, stages: int) -> None:
         self.stage = stage
         self.squared = (math.nan,) * stages
-        """By stage; nan for none."""
+        """The squared norm of each stage; nan where it is not known."""
 
-    def heard(self, squared: Sequence[float], from_before: bool) -> None:
-        """Take what a neighbour knows of the stages on its side."""
-        own = self.squared[self.stage]
+    def update(self, squared: Sequence[float], from_before: bool) -> None:
+        """Adopt the norms that a neighbour has sent of the stages on its side."""
+        norm = self.squared[self.stage]
         before, behind = (squared, self.squared) if from_before else (self.squared, squared)
-        self.squared = (*before[: self.stage], own, *behind[self.stage + 1 :])
+        self.squared = (*before[: self.stage], norm, *behind[self.stage + 1 :])
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class Clipping:
         return 1.0 if factor >= 1.0 else factor
 
     def _total(self) -> float:
-        own = self.norms.squared[self.norms.stage]
+        own_norm = self.norms.squared[self.norms.stage]
         if self.together:
             width = 1 if self.replicas is None else self.replicas.size()
-            return self.add(own / width, "hvd_pipe.pipeline.norms", self.everyone)
+            return self.add(own_norm / width, "hvd_pipe.pipeline.norms", self.everyone)
         known = enumerate(self.norms.squared)
         others = math.fsum(x for s, x in known if s != self.norms.stage and not math.isnan(x))
         if self.replicas is not None:
             # Neighbours may have told each of them something else.
             name = f"hvd_pipe.pipeline.norms.{self.norms.stage}"
             others = self.add(others, name, self.replicas) / self.replicas.size()
-        return own + others
+        return own_norm + others
 
 
 Buffer = npt.NDArray[np.uint8]
@@ -108,10 +108,10 @@ class Stage(Protocol):
     """Where the first and the last stage read; to be set before each run."""
 
     norms: Norms
-    """What it knows of the gradients of all stages."""
+    """The newest gradient norms of all stages."""
 
     def take_input(self, index: MicrobatchIndex, message: Buffer) -> None:
-        """Take what the stage before has sent."""
+        """Unpack the message of the stage before."""
 
     def forward(self, index: MicrobatchIndex, version: int) -> None:
         """Run forward with this version of the weights, and keep what backward needs."""
@@ -120,7 +120,7 @@ class Stage(Protocol):
         """Return the message to the next stage; it is the caller's from then on."""
 
     def take_gradient(self, index: MicrobatchIndex, message: Buffer) -> None:
-        """Take the gradient of the output from the next stage."""
+        """Unpack the gradient of the output, which the next stage has sent."""
 
     def backward(self, index: MicrobatchIndex, version: int) -> None:
         """Run backward with the version of the forward pass; add to the stage's gradient."""
@@ -231,8 +231,8 @@ def filled_up(split: Split) -> Split:
 
     def cut(batch: Any, microbatches: int) -> list[Any]:
         samples = split(batch, 1)[0].samples
-        found = list(split(batch, max(1, min(microbatches, samples))))
-        return found + [replace(found[-1], samples=0, share=0.0)] * (microbatches - len(found))
+        parts = list(split(batch, max(1, min(microbatches, samples))))
+        return parts + [replace(parts[-1], samples=0, share=0.0)] * (microbatches - len(parts))
 
     return cut
 

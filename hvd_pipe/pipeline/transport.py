@@ -80,13 +80,13 @@ class Layout:
     def neighbours(self) -> Iterator[tuple[int, int]]:
         """Yield the pairs of ranks that ever exchange messages, alike on every rank."""
         for stage in range(self.stages - 1):
-            seen = set()
+            pairs = set()
             # Microbatch u is the work of replica u mod R of both stages.
             for u in range(self.replicas[stage] * self.replicas[stage + 1]):
                 left = self.rank(Worker(stage, u % self.replicas[stage]))
                 right = self.rank(Worker(stage + 1, u % self.replicas[stage + 1]))
-                seen.add((left, right))
-            yield from sorted(seen)
+                pairs.add((left, right))
+            yield from sorted(pairs)
 
 
 class Kind(IntEnum):
@@ -198,7 +198,7 @@ class Transport(ABC):
         """Wait until all that was sent has gone."""
 
     def close(self, meet: bool = True) -> None:
-        """Give up what is still on its way, and wait for all ranks to do so."""
+        """Drop pending messages, and wait until all ranks have done so."""
         if self._closed:
             return
         self._closed = True
@@ -231,7 +231,7 @@ class Transport(ABC):
                 queue.clear()
 
     def _queues(self) -> list[deque[tuple[Any, Any]]]:
-        """Return what is on its way, by channel."""
+        """Return the pending messages of each channel."""
         incoming = [one.posted for one in self._incoming.values()]
         return incoming + [one.unsent for one in self._outgoing.values()]
 

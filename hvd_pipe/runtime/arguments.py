@@ -105,13 +105,13 @@ class Arguments:
     def check_elastic(self, strategy: Strategy) -> None:
         """Raise ValueError for what names ranks, which come and go in an elastic job."""
         has_weights = isinstance(strategy, CoCoD) and strategy.weights is not None
-        for wrong, what, fix in (
+        for wrong, noun, fix in (
             (has_weights, "CoCoD's weights, one a rank", "weights=None, and equal batches"),
             (self.process_set.process_set_id != 0, "a process_set of ranks", "the global one"),
         ):
             if wrong:
                 raise ValueError(
-                    f"{what}, mean nothing in an elastic job, where ranks come and go: use {fix}."
+                    f"{noun}, mean nothing in an elastic job, where ranks come and go: use {fix}."
                 )
         if os.environ.get(DIRECTORY):
             warnings.warn(f"{DIRECTORY}: elastic jobs write no timeline", stacklevel=5)
@@ -151,14 +151,14 @@ class Arguments:
 
     def _check_cocod(self, method: CoCoD) -> None:
         """CoCoD sends models: say so instead of ignoring arguments about gradients."""
-        for wrong, what, fix in (
+        for wrong, noun, fix in (
             (self.ops[self.op] != AVERAGE, "op=hvd.Sum", "op=hvd.Average"),
             (self.gradient_predivide_factor != 1.0, "gradient_predivide_factor", "1.0"),
             (self.groups is not None, "groups", "groups=None"),
         ):
             if wrong:
                 raise ValueError(
-                    f"{what} has no meaning under CoCoD, which averages models, not gradients: "
+                    f"{noun} has no meaning under CoCoD, which averages models, not gradients: "
                     f"use {fix}, or strategy='merged-gradient' or 'pipe-sgd'."
                 )
         ranks = len(members(self.process_set))
@@ -191,8 +191,8 @@ def _check_groups(groups: Any, noun: str, kind: type) -> None:
         raise ValueError(
             f"groups must be a positive int or a list of lists of {noun}s, got {groups!r}."
         )
-    listed = [each for group in groups for each in group] if is_lists else []
-    if not all(isinstance(each, kind) for each in listed):
+    listed = [item for group in groups for item in group] if is_lists else []
+    if not all(isinstance(item, kind) for item in listed):
         raise ValueError(f"groups must be lists of {noun}s (tensors).")
     if len(set(map(id, listed))) < len(listed):
         raise ValueError(f"a {noun} can appear only once in groups.")
@@ -216,8 +216,8 @@ def user_groups(
         count, backward = min(groups, len(indices)), list(reversed(indices))
         cuts = [len(indices) * i // count for i in range(count + 1)]
         return [backward[start:end] for start, end in itertools.pairwise(cuts)]
-    index = {id(each): i for i, each in enumerate(members)}
-    listed = [id(each) for group in groups for each in group]
+    index = {id(item): i for i, item in enumerate(members)}
+    listed = [id(item) for group in groups for item in group]
     foreign = set(listed) - set(index) - set(map(id, frozen))
     if foreign:
         raise ValueError(
@@ -225,7 +225,7 @@ def user_groups(
             f"{len(listed)} listed are not: take them from the model that is trained."
         )
     wanted = set(indices)
-    chosen = [[i for each in group if (i := index.get(id(each))) in wanted] for group in groups]
+    chosen = [[i for item in group if (i := index.get(id(item))) in wanted] for group in groups]
     grouped = {i for group in chosen for i in group}
     return [*chosen, *([i] for i in indices if i not in grouped)]
 

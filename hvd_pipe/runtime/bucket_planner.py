@@ -86,11 +86,11 @@ class GradientIndex:
         """
         total = sum(self.nbytes)
         limits = (DEFAULT_BUCKET_BYTES, math.isqrt(DEFAULT_BUCKET_BYTES * total), total)
-        found = []
+        plans = []
         for limit in limits:
             most = max(DEFAULT_BUCKET_BYTES, min(limit, LARGEST_BYTES))
-            found.append(self.as_plan(self.default_groups(range(len(self)), most), "bytes"))
-        return list({plan.buckets: plan for plan in found}.values())
+            plans.append(self.as_plan(self.default_groups(range(len(self)), most), "bytes"))
+        return list({plan.buckets: plan for plan in plans}.values())
 
     def plan_groups(self, plan: Plan, indices: Sequence[int]) -> list[list[int]]:
         """Return the plan in terms of indices."""
@@ -98,9 +98,9 @@ class GradientIndex:
         unknown = [name for name in plan.names if name not in index]
         absent = [name for name in index if name not in set(plan.names)]
         if unknown or absent:
-            what = f"names {unknown[0]!r}, no gradient" if unknown else f"lacks {absent[0]!r}, one"
+            flaw = f"names {unknown[0]!r}, no gradient" if unknown else f"lacks {absent[0]!r}, one"
             raise ValueError(
-                f"the plan {what} that is sent here ({len(plan.names)} names in the plan, "
+                f"the plan {flaw} that is sent here ({len(plan.names)} names in the plan, "
                 f"{len(index)} gradients): make a new one with plan='auto', or give the names "
                 "that it was made with (in torch, named_parameters=model.named_parameters())."
             )

@@ -98,8 +98,8 @@ def measure_allreduce(
 
     def rounds(size: int, n: int, count: int) -> list[float]:
         """The slowest rank's times of n messages and of 2n, in turn."""
-        mine = [sender.seconds(size, some) for _ in range(count) for some in (n, 2 * n)]
-        return sender.largest(mine)
+        seconds = [sender.seconds(size, messages) for _ in range(count) for messages in (n, 2 * n)]
+        return sender.largest(seconds)
 
     while sizes:
         size = sizes.pop(0)

@@ -73,21 +73,21 @@ def allocated_everywhere(
     largest: Callable[[Sequence[float]], list[float]],
 ) -> T:
     """Return what ``make`` returns, or raise on every rank where one has no memory for it."""
-    made, failure, lacking = None, None, 0.0
+    buffers, failure, lacking = None, None, 0.0
     try:
-        made = make()
+        buffers = make()
     except Exception as error:  # whatever it is, the others must hear of it
         failure, lacking = error, 1.0 + process_set.rank()
     [lacking] = largest([lacking])
     if failure is not None:
         raise failure
-    if lacking or made is None:
+    if lacking or buffers is None:
         raise HvdPipeError(
             f"rank {members(process_set)[int(lacking) - 1]} could not allocate {nbytes} bytes "
             "to measure all-reduces with: free memory there, measure smaller messages, or train "
             "with a strategy that measures none, such as 'merged-gradient'."
         )
-    return made
+    return buffers
 
 
 class Agreement:
@@ -120,13 +120,13 @@ class Agreement:
                 answer = {"value": find()}
             except Exception as error:  # the others wait for an answer
                 answer, failure = {"error": f"{type(error).__name__}: {error}"}, error
-        found: dict[str, Any] = self.from_first(answer, name, process_set)
+        reply: dict[str, Any] = self.from_first(answer, name, process_set)
         if failure is not None:
             raise failure
-        if "error" in found:
+        if "error" in reply:
             rank = members(process_set)[0]
-            raise HvdPipeError(f"rank {rank}, which decides for all, failed: {found['error']}")
-        return found["value"]
+            raise HvdPipeError(f"rank {rank}, which decides for all, failed: {reply['error']}")
+        return reply["value"]
 
     def checked(
         self, check: Callable[[], tuple[T, Description]], name: str, process_set: ProcessSet
@@ -138,7 +138,7 @@ class Agreement:
         """
         failure: Exception | None = None
         try:
-            found, description = check()
+            result, description = check()
         except Exception as error:  # whatever it is, the others must not wait for this rank
             failure, description = error, failed(error)
         try:
@@ -149,21 +149,21 @@ class Agreement:
                 raise
         if failure is not None:
             raise failure
-        return found
+        return result
 
-    def check_alike(self, mine: Description, name: str, process_set: ProcessSet) -> None:
+    def check_alike(self, description: Description, name: str, process_set: ProcessSet) -> None:
         """Raise on every rank, with the first difference and both sides, unless all ranks agree.
 
         Equal digests cost one small message; the lines themselves travel only where they differ,
         of one rank for each digest: all lines of all ranks would be n times as much on every rank.
         """
-        digest = hashlib.sha256(json.dumps(list(mine)).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(list(description)).encode()).hexdigest()
         digests = self.gather(digest, f"{name}.digest", process_set)
-        first = {each: at for at, each in reversed(list(enumerate(digests)))}
+        first = {value: at for at, value in reversed(list(enumerate(digests)))}
         if len(first) == 1:
             return
         speakers = sorted(first.values())[:MOST_SPEAKERS]
-        speaks = list(mine) if process_set.rank() in speakers else None
+        speaks = list(description) if process_set.rank() in speakers else None
         everyone = self.gather(speaks, f"{name}.lines", process_set)
         lines = [[tuple(line) for line in everyone[at]] for at in speakers]
         ranks = members(process_set)

@@ -51,7 +51,7 @@ class Lifecycle(abc.ABC):
 
     @abc.abstractmethod
     def settle(self) -> bool:
-        """Before Horovod ends, wait until what this rank has sent is reduced; whether it is."""
+        """Wait until all that this rank has sent is reduced; return whether it is."""
 
     @abc.abstractmethod
     def release(self, settled: bool) -> None:
@@ -69,14 +69,14 @@ class Lifecycle(abc.ABC):
             restarts.warn_of_missed_settings(self._horovod, not self.on_gpu(), self.adapter)
             restarts.observe(self._horovod, self._around_start, self._around_end)
             self.surround()
-        self._settle_at_exit()
+        self._register_exit()
 
     def note(self, item: Any) -> None:
-        """Remember what is distributed."""
+        """Register an object that is distributed."""
         self._running[id(item)] = item
 
     def running(self) -> list[Any]:
-        """Return what is distributed, in the order in which it was made."""
+        """Return the distributed objects, in the order in which they were made."""
         return list(self._running.values())
 
     def watch(self) -> None:
@@ -100,7 +100,7 @@ class Lifecycle(abc.ABC):
         self._generation += 1
         self._watching = False
 
-    def _settle_at_exit(self) -> None:
+    def _register_exit(self) -> None:
         atexit.unregister(self._exit)
         atexit.register(self._exit)  # after Horovod's own, so it is called before it
 
@@ -116,7 +116,7 @@ class Lifecycle(abc.ABC):
             os.environ.setdefault(restarts.YIELD, "1")
         with self.starting():
             yield
-        self._settle_at_exit()
+        self._register_exit()
 
     @contextmanager
     def _around_end(self) -> Iterator[None]:

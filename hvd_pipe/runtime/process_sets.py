@@ -71,8 +71,8 @@ def find_node(
     host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     hosts = agreement.gather(host, f"{name}.names", world)
     nodes: dict[str, tuple[int, ...]] = {}
-    for each, its in zip(everyone, hosts, strict=True):
-        nodes[its] = (*nodes.get(its, ()), each)
+    for member, member_host in zip(everyone, hosts, strict=True):
+        nodes[member_host] = (*nodes.get(member_host, ()), member)
 
     def make() -> tuple[dict[tuple[int, ...], ProcessSet], Description]:
         groups = [ranks for ranks in nodes.values() if len(ranks) > 1]
@@ -85,4 +85,4 @@ def find_node(
     if len(nodes) == 1 and rank == everyone[0]:
         text = "cocod:within=node: all %d ranks are on one node, and synchronous"
         _log.warning(text, len(ranks))
-    return sets[ranks], tuple(weights[each] for each in ranks) if weights else ()
+    return sets[ranks], tuple(weights[member] for member in ranks) if weights else ()

@@ -135,13 +135,13 @@ class Recorder:
             self.next_step()
 
     def next_step(self) -> None:
-        """Close a step, whoever tells of it."""
+        """Close a step."""
         self.steps += 1
         self.flush()
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Have passes, waits and updates noted by `told` alone: not by a replica's hooks, too."""
+        """Record passes, waits and updates by `record_external` only, not by a replica's hooks."""
         self.is_told = self.is_on
         try:
             yield
@@ -149,8 +149,8 @@ class Recorder:
             self.is_told = False
             self.flush()
 
-    def told(self, category: str, name: str, start: float) -> None:
-        """Note what a pipeline has done from ``start``, by ``time.perf_counter``, until now."""
+    def record_external(self, category: str, name: str, start: float) -> None:
+        """Record what a pipeline has done from ``start``, by ``time.perf_counter``, until now."""
         lane = SENDS if category == "send" else COMPUTE
         self.span(category, name, start - (self._zero or 0.0), self.now(), lane)
         if category == "update":
@@ -212,7 +212,7 @@ class Recorder:
                 if self._halting:
                     return
                 asked = list(self._asked)
-            pending = [each for each in asked if not self._is_over(*each)]
+            pending = [entry for entry in asked if not self._is_over(*entry)]
             with self._changed:
                 self._asked[: len(asked)] = pending
                 if self._asked and not self._halting:
@@ -270,8 +270,8 @@ class Recorder:
             f'"ts":{start * 1e6:.3f},"args":{{"step":{self.steps}{whole}{more}}}}}'
         )
 
-    def _metadata(self, what: str, lane: int, **args: object) -> None:
-        event = {"name": what, "ph": "M", "pid": self.worker, "tid": lane, "args": args}
+    def _metadata(self, kind: str, lane: int, **args: object) -> None:
+        event = {"name": kind, "ph": "M", "pid": self.worker, "tid": lane, "args": args}
         if self._file is not None:
             self._file.add(json.dumps(event))
 

@@ -60,11 +60,11 @@ class Alone(PipeDreamBase[Any]):
     def _split(self, batch: Any, count: int) -> list[Microbatch]:
         return [Microbatch((batch,), None, 1, 1.0, 0)] * count
 
-    def _made(self, sample: Any) -> Any:
+    def _build_part(self, sample: Any) -> Any:
         self.made += 1
         return self._parts
 
-    def _restored(self, built: Any, directory: Path) -> tuple[int, bool]:
+    def _load_checkpoint(self, built: Any, directory: Path) -> tuple[int, bool]:
         return 7, True
 
 
@@ -166,7 +166,7 @@ def test_it_is_pytorch_s_rule(most: float) -> None:
 
 def test_what_is_not_known_counts_as_nothing() -> None:
     found = clipping(1.0, stages=3)
-    found.norms.heard([math.nan, 11.0, math.nan], from_before=False)
+    found.norms.update([math.nan, 11.0, math.nan], from_before=False)
     assert found.factor(lambda: 25.0) == pytest.approx(1.0 / 6.0, rel=1e-6)
     assert found.norms.squared[:2] == (25.0, 11.0)
 
@@ -179,7 +179,7 @@ def test_stages_that_update_together_add_up() -> None:
 
 def test_replicas_take_the_mean_of_what_they_were_told() -> None:
     found = clipping(1.0, replicas=RANKS, others=(4.0,))
-    found.norms.heard([math.nan, 18.0], from_before=False)
+    found.norms.update([math.nan, 18.0], from_before=False)
     assert found.factor(lambda: 25.0) == pytest.approx(1.0 / 6.0, rel=1e-6)
 
 

@@ -119,7 +119,7 @@ def test_news_that_come_together_are_passed_on_in_one_sending(
 
 def test_news_reach_every_rank(first: tuple[Watcher, list[socket.socket]]) -> None:
     heart, others = first
-    heart._note({"lost": 7, "how": "it is gone"})
+    heart._record({"lost": 7, "how": "it is gone"})
     heart._pass_on()
     assert all(_heard(other) == [{"lost": 7, "how": "it is gone"}] for other in others)
 
@@ -130,7 +130,7 @@ def test_of_many_silent_ranks_the_longest_silent_are_told(
     heart, others = first
     heart.clock.now = 1000.0
     for rank, link in heart._links.items():
-        link.heard = float(rank)
+        link.heard_at = float(rank)
     heart._beat()
     (message,) = _heard(others[0])
     assert [rank for rank, _ in message["silent"]] == [*range(1, MOST_SILENT + 1)]

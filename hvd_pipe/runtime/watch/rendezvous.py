@@ -30,14 +30,14 @@ class Listener:
     """Accepts connections that show the secret, until it is closed."""
 
     def __init__(self) -> None:
-        own = _addresses_of(os.environ.get("HOROVOD_GLOO_IFACE", ""))
-        self.listening = [_listen(address) for address in own] or [_listen_to_all()]
+        chosen = _addresses_of(os.environ.get("HOROVOD_GLOO_IFACE", ""))
+        self.listening = [_listen(address) for address in chosen] or [_listen_to_all()]
         port = self.listening[0].getsockname()[1]
         self._question, self._answer = secrets.token_hex(16), secrets.token_hex(16)
         self.address = {
             "host": socket.gethostname(),
             "addresses": [one.getsockname()[:2] for one in self.listening]
-            if own
+            if chosen
             else [(address, port) for address in _all_addresses()],
             "question": self._question,
             "answer": self._answer,

@@ -94,7 +94,7 @@ def activity(pid: int, thread: int) -> Activity | None:
 def threads(pid: int) -> set[int]:
     """Return the numbers of a process's threads; empty where they are not known."""
     with suppress(OSError):
-        return {int(each.name) for each in (_PROC / str(pid) / "task").iterdir()}
+        return {int(task.name) for task in (_PROC / str(pid) / "task").iterdir()}
     return set()
 
 
@@ -116,13 +116,13 @@ class OtherThreads:
                 or of_thread(thread.ident or 0) is not None
             ):
                 continue
-            seen = activity(os.getpid(), thread.native_id or 0)
-            if seen is None:
+            current = activity(os.getpid(), thread.native_id or 0)
+            if current is None:
                 busy = True
                 continue
             last, ran = before.get(thread, (None, now))
-            if seen != last or seen.works:
+            if current != last or current.works:
                 ran = now
-            self._last[thread] = seen, ran
+            self._last[thread] = current, ran
             busy = busy or now - ran < QUIET_S
         return busy

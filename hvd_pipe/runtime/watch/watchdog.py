@@ -238,9 +238,9 @@ class Reporter:
         """Tell the others that this rank goes, and that nothing is wrong."""
         self._send({"left": True})
 
-    def raised(self, what: str) -> None:
+    def raised(self, text: str) -> None:
         """Tell the others that this rank ends by an exception."""
-        self._send({"raised": what})
+        self._send({"raised": text})
 
     def cause(self, patience_s: float) -> str | None:
         """Return what has become of another rank, when communication has failed; None: nothing."""
@@ -439,12 +439,12 @@ def _forget() -> None:
     _reporter = None
 
 
-def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
     """Return an exception in a line, with the last line of the user's own code."""
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if not is_library(frame.filename)]
+    of_user = [frame for frame in frames if not is_library(frame.filename)]
     place = "".join(
-        f" ({_place(frame.filename, frame.lineno or 0)})" for frame in (own or frames)[-1:]
+        f" ({_place(frame.filename, frame.lineno or 0)})" for frame in (of_user or frames)[-1:]
     )
     first, *rest = str(error).split("\n")
     inner = [line for line in rest if re.match(r"[A-Za-z_.]*(Error|Exception): .", line)]
@@ -485,7 +485,7 @@ def _tell_others(error: BaseException) -> None:
     global _explained  # noqa: PLW0603
     _explained = error
     if _reporter is not None and not _at_prompt() and _failed_here(error):
-        _reporter.raised(_told(type(error), error, error.__traceback__))
+        _reporter.raised(_one_line(type(error), error, error.__traceback__))
 
 
 def _tell_user(error: BaseException) -> None:

@@ -130,7 +130,7 @@ class Link:
 
     def __init__(self, rank: int, connected: socket.socket, now: float = 0.0) -> None:
         self.rank, self.socket = rank, connected
-        self.heard = now
+        self.heard_at = now
         self.status = Status()
         self.stopped = False
         self._rest = self._unsent = b""
@@ -177,8 +177,8 @@ class Rank:
 
     def is_stopped(self) -> bool:
         """Whether nothing of it can run; where nobody knows, whether it does not report."""
-        seen = activity(self._pid, self._main)
-        return not self._reports() if seen is None else seen.state in "Tt"
+        current = activity(self._pid, self._main)
+        return not self._reports() if current is None else current.state in "Tt"
 
     def status(self) -> Status:
         """Return what it has said last, or, where it runs no Python, what Linux says.
@@ -217,8 +217,8 @@ class Rank:
 
     def end_stopped(self, text: str) -> None:
         """End the rank where a signal has stopped it; one in a debugger is left to that."""
-        seen = activity(self._pid, self._main)
-        if seen is not None and seen.state == "T":
+        current = activity(self._pid, self._main)
+        if current is not None and current.state == "T":
             self.say(f"rank {self.control.rank} is ended, as {text}")
             self._kill()
 
@@ -357,10 +357,10 @@ class Watcher:
         message: dict[str, Any] = {"status": asdict(self._status)}
         silent = {
             link.rank: Silence(
-                round(self.clock.now - link.heard, 1), link.status.where, link.stopped
+                round(self.clock.now - link.heard_at, 1), link.status.where, link.stopped
             )
             for link in self._links.values()
-            if self.clock.now - link.heard > 3 * self.beat_s and link.rank not in self._left
+            if self.clock.now - link.heard_at > 3 * self.beat_s and link.rank not in self._left
         }
         if self.me == FIRST:
             # Where a network has been cut into halves, half of all ranks are silent.
@@ -377,22 +377,22 @@ class Watcher:
             self._selector.unregister(link.socket)
             del self._links[link.rank]
             if link.rank not in self._left:
-                self._note({"lost": link.rank, "how": _ENDED.format(self.peers[link.rank])})
+                self._record({"lost": link.rank, "how": _ENDED.format(self.peers[link.rank])})
             return
         for message in messages:
             link.stopped = "stopped" in message
             if not link.stopped:
-                link.heard = self.clock.now
+                link.heard_at = self.clock.now
             if "status" in message:
                 link.status = Status(**message["status"])
             if "silent" in message:
                 silent = {rank: Silence(*silence) for rank, silence in message["silent"]}
                 self._silent = {rank: one for rank, one in silent.items() if rank != self.me}
                 self._first_is_busy = message["busy"]
-            self._note(message)
+            self._record(message)
 
-    def _note(self, message: Mapping[str, Any]) -> None:
-        """Take down what has become of a rank; the first rank is to pass it on."""
+    def _record(self, message: Mapping[str, Any]) -> None:
+        """Record the loss or the exit of a rank; the first rank queues it for the others."""
         left = "left" in message and message["left"] not in self._left
         lost = "lost" in message and message["lost"] not in self._lost
         if left:
@@ -403,14 +403,14 @@ class Watcher:
             self._news += encode(message)
 
     def _pass_on(self) -> None:
-        """Tell the others what the first rank has heard; what came at once goes in one sending."""
+        """Send the first rank's queued news to the others, all in one message."""
         news, self._news = self._news, b""
         if news:
             self._send(news)
 
     def _tell(self, message: Mapping[str, Any]) -> None:
-        """Take down what has become of this rank, and tell it at once: it may be the last word."""
-        self._note(message)
+        """Record the fate of this rank, and send it at once: the process may end next."""
+        self._record(message)
         if self.me == FIRST:
             self._pass_on()
         else:
@@ -424,7 +424,7 @@ class Watcher:
             self._may_end = None
         elif self._status.waits and self._status.since_s > WAITED * self.limit_s:
             lost, how = loss
-            if self._holds_on(how):
+            if self._delays_exit(how):
                 return
             # Or the others would take this rank's end, and the next one's, for the cause.
             self._tell({"left": self.me, "lost": lost, "how": how})
@@ -448,12 +448,12 @@ class Watcher:
 
     def _someone_is_busy(self) -> bool:
         """Whether a rank has a thread at work: the launcher ends all with the first that ends."""
-        heard = {rank: link for rank, link in self._links.items() if rank not in self._silent}
-        if self._first_is_busy and FIRST in heard:
+        talking = {rank: link for rank, link in self._links.items() if rank not in self._silent}
+        if self._first_is_busy and FIRST in talking:
             return True
-        return any(one.busy for one in (self._status, *(link.status for link in heard.values())))
+        return any(one.busy for one in (self._status, *(link.status for link in talking.values())))
 
-    def _holds_on(self, how: str) -> bool:
+    def _delays_exit(self, how: str) -> bool:
         """Whether this rank lets threads finish before it ends; not for longer than the limit."""
         if self._may_end is None:
             if not self._someone_is_busy():

@@ -154,22 +154,22 @@ def build(options: KerasOptions, batch: Any) -> KerasPipeline:
     assignment, parts, samples = _divided(options, batch)
     stage, stages = assignment.worker.stage, assignment.layout.stages
     optimizer = scaled(options.optimizer_fn(), assignment.lr_scale)
-    own, where = parts[stage], str(assignment.worker)
+    part, where = parts[stage], str(assignment.worker)
     connections = connect(
         assignment,
         FRAMEWORK,
         options.transport,
-        (own.inputs, own.outputs),
+        (part.inputs, part.outputs),
         lambda specs: KerasMessages(specs, stages, where, options.wire_dtype is not None),
     )
     timeline.start(global_process_set)
-    ranks, weights = connections.replicas, [each for each in own.variables if each.trainable]
+    ranks, weights = connections.replicas, [v for v in part.variables if v.trainable]
     replicas = None if ranks is None else Replicas(ranks, stage, weights)
     return KerasPipeline(
         connections=connections,
         has_metric=options.metric_fn is not None,
         stage=KerasStage(
-            own,
+            part,
             Losses(options.loss_fn, options.metric_fn) if assignment.is_last else None,
             optimizer,
             connections.clipping(options.max_grad_norm, ranks),

@@ -31,7 +31,7 @@ from hvd_pipe.tensorflow.pipedream.stage import ByMinibatch
 SCHEMA = "hvd_pipe.keras_pipeline/1"
 _NAME = "hvd_pipe.pipeline.checkpoint"
 _WEIGHTS = "model.weights.h5"
-_OTHER_LISTS = {"_trainable_variables", "_variables"}  # of optimizers: those of no one slot
+_OTHER_LISTS = {"_trainable_variables", "_variables"}  # lists of several slots
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -39,11 +39,11 @@ Arrays = dict[str, npt.NDArray[Any]]
 def save(built: KerasPipeline, directory: Path, epoch: int) -> None:
     """Write a checkpoint on rank 0; all ranks take part."""
     built.gather()
-    mine = _optimizer_values(built) if built.assignment.worker.replica == 0 else {}
-    mine |= {
+    values = _optimizer_values(built) if built.assignment.worker.replica == 0 else {}
+    values |= {
         f"replica{built.assignment.worker.replica}.{name}": x for name, x in _state(built).items()
     }
-    everyone = allgather_object(_packed(mine), name=f"{_NAME}.gather")
+    gathered = allgather_object(_packed(values), name=f"{_NAME}.gather")
 
     def write() -> None:
         writers: dict[str, Callable[[Path], object]] = {
@@ -51,8 +51,8 @@ def save(built: KerasPipeline, directory: Path, epoch: int) -> None:
         }
         for stage in range(built.assignment.layout.stages):
             arrays: Arrays = {}
-            for each in built.assignment.layout.ranks(stage):
-                arrays |= _unpacked(everyone[each])
+            for member in built.assignment.layout.ranks(stage):
+                arrays |= _unpacked(gathered[member])
             writers[f"stage{stage}.npz"] = partial(Path.write_bytes, data=_packed(arrays))
         write_checkpoint(
             directory,
@@ -68,23 +68,23 @@ def save(built: KerasPipeline, directory: Path, epoch: int) -> None:
 
 
 def load(built: KerasPipeline, directory: Path) -> tuple[int, bool]:
-    """Take a checkpoint that rank 0 reads; its number of epochs, and if its stages are these.
+    """Load a checkpoint; return its number of epochs, and whether its stages are these.
 
     Raises:
-        HvdPipeError: It is none, or of another model.
+        HvdPipeError: The directory has no checkpoint, or one of another model.
     """
     stages: list[bytes] = []
 
     def look() -> dict[str, Any]:
-        found, files = read_checkpoint(directory, SCHEMA, partial(_read, directory))
-        _check_model(found["variables"], built, directory)
+        document, files = read_checkpoint(directory, SCHEMA, partial(_read, directory))
+        _check_model(document["variables"], built, directory)
         stages.extend(files)
-        return found
+        return document
 
-    found = agreement.found_by_first(look, f"{_NAME}.look", global_process_set)
+    document = agreement.found_by_first(look, f"{_NAME}.look", global_process_set)
     files = broadcast_object(stages if rank() == 0 else None, name=f"{_NAME}.stages")
-    arrays = [_unpacked(one) for one in files]
-    # Whatever may not fit is looked at before anything is changed.
+    arrays = [_unpacked(file) for file in files]
+    # Check everything that may not fit before anything changes.
     optimizer = agreement.checked(
         lambda: (_optimizer_of(built, arrays), []), f"{_NAME}.optimizer", global_process_set
     )
@@ -93,21 +93,21 @@ def load(built: KerasPipeline, directory: Path) -> tuple[int, bool]:
         lambda: model.load_weights(directory / _WEIGHTS), f"{_NAME}.weights", global_process_set
     )
     broadcast_variables(model.variables, 0)
-    same = resume(built, found, blocks_of(built.options.graph))
-    _load_state(built, arrays, same)
+    same_stages = resume(built, document, blocks_of(built.options.graph))
+    _load_state(built, arrays, same_stages)
     for slot, value in optimizer:
         slot.assign(value)
-    return int(found["epoch"]), same
+    return int(document["epoch"]), same_stages
 
 
 def _state(built: KerasPipeline) -> Arrays:
-    """Return the values of what is not trained, by place."""
+    """Return the values of variables that are not trained, by place."""
     places = _places(built)
     return {f"state.{places[id(v)]}": v.numpy() for v in built.stage.passes.state}
 
 
-def _load_state(built: KerasPipeline, stages: list[Arrays], same: bool) -> None:
-    replica = built.assignment.worker.replica if same else 0
+def _load_state(built: KerasPipeline, stages: list[Arrays], same_stages: bool) -> None:
+    replica = built.assignment.worker.replica if same_stages else 0
     state = {name: x for stage in stages for name, x in stage.items()}
     places = _places(built)
     for variable in built.stage.passes.state:
@@ -119,24 +119,24 @@ def _slots(built: KerasPipeline) -> dict[str, Any]:
     optimizer, weights, places = built.stage.optimizer, built.stage.passes.weights, _places(built)
     if not weights:
         return {}
-    own = {id(each): each for each in optimizer.variables}
-    found: dict[str, Any] = {}
+    others = {id(v): v for v in optimizer.variables}
+    named: dict[str, Any] = {}
     for name, slots in sorted(vars(optimizer).items()):
         if name in _OTHER_LISTS or not isinstance(slots, list):
             continue
         for weight in weights:
             place = optimizer._get_variable_index(weight)
             slot = slots[place] if place < len(slots) else None
-            if slot is not None and own.pop(id(slot), None) is not None:
-                found[f"slot.{places[id(weight)]}.{name}"] = slot
+            if slot is not None and others.pop(id(slot), None) is not None:
+                named[f"slot.{places[id(weight)]}.{name}"] = slot
     rate = optimizer._learning_rate
     counted = {"scalar.minibatches": rate.minibatches} if isinstance(rate, ByMinibatch) else {}
-    return found | {f"scalar.{each.name}": each for each in own.values()} | counted
+    return named | {f"scalar.{v.name}": v for v in others.values()} | counted
 
 
 def _optimizer_values(built: KerasPipeline) -> Arrays:
-    values = {name: each.numpy() for name, each in _slots(built).items()}
-    places = sorted(_places(built)[id(each)] for each in built.stage.passes.weights)
+    values = {name: slot.numpy() for name, slot in _slots(built).items()}
+    places = sorted(_places(built)[id(weight)] for weight in built.stage.passes.weights)
     return values | {
         "weights": np.array(places, np.int64),
         "lr_scale": np.array(built.assignment.lr_scale),
@@ -146,12 +146,12 @@ def _optimizer_values(built: KerasPipeline) -> Arrays:
 def _optimizer_of(
     built: KerasPipeline, stages: list[Arrays]
 ) -> list[tuple[Any, npt.NDArray[Any]]]:
-    """Return this stage's optimizer variables and their values, whichever stage had them."""
+    """Return this stage's optimizer variables and their saved values, from any stage."""
     slots = _slots(built)
     if not slots:
         return []
     first = _places(built)[id(built.stage.passes.weights[0])]
-    source = next(one for one in stages if first in one["weights"])
+    source = next(stage for stage in stages if first in stage["weights"])
     values = {name: x for one in stages for name, x in one.items() if name.startswith("slot.")}
     values |= {name: x for name, x in source.items() if name.startswith("scalar.")}
     lost = sorted(slots.keys() - values.keys())
@@ -167,7 +167,7 @@ def _optimizer_of(
 
 
 def _places(built: KerasPipeline) -> dict[int, int]:
-    return {id(each): place for place, each in enumerate(built.options.model.variables)}
+    return {id(variable): place for place, variable in enumerate(built.options.model.variables)}
 
 
 def _variables(built: KerasPipeline) -> list[list[Any]]:

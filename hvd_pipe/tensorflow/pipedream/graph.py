@@ -68,8 +68,8 @@ class Call:
     def run(self, values: dict[int, Any], training: bool) -> None:
         """Take the inputs out of ``values``, call the layer, and put the outputs there."""
         symbols = self.arguments.keras_tensors
-        found = {id(s): values[number] for s, number in zip(symbols, self.inputs, strict=True)}
-        args, kwargs = self.arguments.fill_in(found)
+        tensors = {id(s): values[number] for s, number in zip(symbols, self.inputs, strict=True)}
+        args, kwargs = self.arguments.fill_in(tensors)
         results = keras.tree.flatten(operation_fn(self.layer, training=training)(*args, **kwargs))
         values.update(zip(self.outputs, results, strict=True))
 
@@ -101,8 +101,8 @@ class Graph:
                 f"holds {len(flat)}: a dataset yields (x, y), x with a tensor for each input."
             )
         fed = []
-        for value, each in zip(self.values, flat, strict=False):
-            tensor = tf.cast(tf.convert_to_tensor(each), value.dtype)
+        for value, array in zip(self.values, flat, strict=False):
+            tensor = tf.cast(tf.convert_to_tensor(array), value.dtype)
             known = len(tensor.shape) == len(value.shape) and all(
                 wanted in (None, size)
                 for wanted, size in zip(value.shape[1:], tensor.shape[1:], strict=True)
@@ -131,16 +131,16 @@ def graph_of(model: Any) -> Graph:
     walk = _Walk()
     structure = functional._inputs_struct
     named = isinstance(structure, dict)
-    names = tuple(sorted(structure) if named else [each.name for each in functional.inputs])
+    names = tuple(sorted(structure) if named else [symbol.name for symbol in functional.inputs])
     for symbol, name in zip(functional.inputs, names, strict=True):
         walk.add(symbol, name, made=-1, trains=False)
-    made = {id(symbol): number for number, symbol in enumerate(functional.inputs)}
-    walk.through(functional, made, "")
+    numbers = {id(symbol): number for number, symbol in enumerate(functional.inputs)}
+    walk.through(functional, numbers, "")
     graph = Graph(
         tuple(walk.calls),
         tuple(walk.values),
         len(functional.inputs),
-        tuple(made[id(symbol)] for symbol in functional.outputs),
+        tuple(numbers[id(symbol)] for symbol in functional.outputs),
         functional._outputs_struct,
         names,
     )
@@ -149,24 +149,24 @@ def graph_of(model: Any) -> Graph:
 
 
 def _functional(model: Any) -> Functional:
-    """Return what knows how the layers of a model hang together."""
+    """Return the functional model that links the layers."""
     if not isinstance(model, keras.Model):
         raise TypeError(f"PipeDream needs a keras.Model, got {type(model).__name__}.")
-    found = model
+    functional = model
     if isinstance(model, keras.Sequential):
-        found = model._functional if model.built else None
-        if found is None:
+        functional = model._functional if model.built else None
+        if functional is None:
             raise ValueError(
                 f"the Sequential model {model.name!r} is not built, so its layers have no shapes: "
                 "begin it with keras.Input(shape), or call model.build((None, ...))."
             )
-    if not _is_plain(model) or not isinstance(found, Functional):
+    if not _is_plain(model) or not isinstance(functional, Functional):
         raise ValueError(
             f"{type(model).__name__} has a call() of its own, so PipeDream cannot cut it into "
             "stages: write it as keras.Model(inputs, outputs), with what call() does as layers, "
             "or as keras.Sequential."
         )
-    return found
+    return functional
 
 
 def _is_plain(layer: Any) -> bool:
@@ -175,9 +175,9 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _check_variables(model: Any, graph: Graph) -> None:
-    """Refuse weights beside the layers, which would belong to no stage."""
-    known = {id(each) for call in graph.calls for each in call.variables}
-    lost = [each.path for each in model.trainable_variables if id(each) not in known]
+    """Refuse weights that no layer has: they would belong to no stage."""
+    known = {id(variable) for call in graph.calls for variable in call.variables}
+    lost = [variable.path for variable in model.trainable_variables if id(variable) not in known]
     if lost:
         raise ValueError(
             f"{lost[0]!r} is a weight of the model, but of no layer between its inputs and its "
@@ -202,40 +202,40 @@ class _Walk:
         self.values.append(Value(name, shape, dtype, made, trains and floating, masked))
         return len(self.values) - 1
 
-    def through(self, graph: Functional, made: dict[int, int], prefix: str) -> None:
-        """Note the calls of a graph, nested ones in their place; ``made`` says who made what."""
+    def through(self, graph: Functional, numbers: dict[int, int], prefix: str) -> None:
+        """Record the calls of a graph, nested ones in place; ``numbers`` has the values."""
         for depth in sorted(graph._nodes_by_depth, reverse=True):
             for node in graph._nodes_by_depth[depth]:
                 symbols = list(node.arguments.keras_tensors)
-                if node.is_input or any(id(symbol) not in made for symbol in symbols):
+                if node.is_input or any(id(symbol) not in numbers for symbol in symbols):
                     continue
-                found = [made[id(symbol)] for symbol in symbols]
-                nested = self._nested(node.operation, found)
+                inputs = [numbers[id(symbol)] for symbol in symbols]
+                nested = self._nested(node.operation, inputs)
                 path = f"{prefix}{node.operation.name}"
                 if nested is None:
-                    results = self._call(path, node, found)
+                    results = self._call(path, node, inputs)
                 else:
-                    within = dict(zip(map(id, nested.inputs), found, strict=True))
+                    within = dict(zip(map(id, nested.inputs), inputs, strict=True))
                     self.through(nested, within, f"{path}/")
                     results = [within[id(symbol)] for symbol in nested.outputs]
-                made.update(zip(map(id, node.outputs), results, strict=True))
+                numbers.update(zip(map(id, node.outputs), results, strict=True))
 
-    def _nested(self, layer: Any, found: Sequence[int]) -> Functional | None:
+    def _nested(self, layer: Any, inputs: Sequence[int]) -> Functional | None:
         nested = layer._functional if isinstance(layer, keras.Sequential) else layer
         plain = isinstance(nested, Functional) and _is_plain(layer)
-        return nested if plain and len(nested.inputs) == len(found) else None
+        return nested if plain and len(nested.inputs) == len(inputs) else None
 
-    def _call(self, path: str, node: Any, found: Sequence[int]) -> list[int]:
+    def _call(self, path: str, node: Any, inputs: Sequence[int]) -> list[int]:
         count = self._counts[path] = self._counts.get(path, 0) + 1
         name = path if count == 1 else f"{path}#{count}"
         layer, place = node.operation, len(self.calls)
         trains = bool(getattr(layer, "trainable_variables", []))
-        trains = trains or any(self.values[number].trains for number in found)
+        trains = trains or any(self.values[number].trains for number in inputs)
         results = [
             self.add(symbol, f"{name}:{i}" if i else name, place, trains)
             for i, symbol in enumerate(node.outputs)
         ]
-        self.calls.append(Call(name, layer, node.arguments, tuple(found), tuple(results)))
+        self.calls.append(Call(name, layer, node.arguments, tuple(inputs), tuple(results)))
         return results
 
 
@@ -245,7 +245,7 @@ Blocks = Mapping[str, tuple[int, ...]]
 """Places of the calls of each block, by its name, in forward order."""
 
 Shapes = Sequence[tuple[int, ...]]
-"""Of each value of a model, with a sample."""
+"""The shape of each value of a model, for a sample."""
 
 
 @dataclass(frozen=True)
@@ -262,11 +262,11 @@ class Part:
     @property
     def variables(self) -> list[Any]:
         """All Keras variables of the stage, each once."""
-        each = (each for place in self.calls for each in self.graph.calls[place].variables)
-        return list({id(variable): variable for variable in each}.values())
+        variables = (v for place in self.calls for v in self.graph.calls[place].variables)
+        return list({id(v): v for v in variables}.values())
 
     def run(self, tensors: Sequence[Any], training: bool) -> list[Any]:
-        """Return what goes out, given what comes in."""
+        """Return the output tensors for the input tensors."""
         values = dict(zip(self.takes, tensors, strict=True))
         for place in self.calls:
             self.graph.calls[place].run(values, training)
@@ -274,7 +274,7 @@ class Part:
 
 
 def blocks_of(graph: Graph) -> Blocks:
-    """Return what a model can be divided into.
+    """Return the blocks that a model can be divided into.
 
     Example:
         >>> twice = keras.layers.Dense(4, name="twice")
@@ -287,24 +287,24 @@ def blocks_of(graph: Graph) -> Blocks:
     reach = list(range(len(graph.calls)))
     for first, last in _together(graph):
         reach[first] = max(reach[first], last)
-    found: dict[str, tuple[int, ...]] = {}
+    blocks: dict[str, tuple[int, ...]] = {}
     start = end = 0
     for place in range(len(graph.calls)):
         end = max(end, reach[place])
         if place == end:
             names = graph.calls[start].name, graph.calls[end].name
             name = names[0] if start == end else " .. ".join(names)
-            found[name] = tuple(range(start, end + 1))
+            blocks[name] = tuple(range(start, end + 1))
             start = end = place + 1
-    return found
+    return blocks
 
 
 def _together(graph: Graph) -> Iterator[tuple[int, int]]:
     """Yield the first and the last of the calls that nothing may cut."""
     uses: dict[int, list[int]] = {}
     for place, call in enumerate(graph.calls):
-        for each in call.variables:
-            uses.setdefault(id(each), []).append(place)
+        for variable in call.variables:
+            uses.setdefault(id(variable), []).append(place)
         for number in call.inputs:
             if graph.values[number].masked and graph.values[number].made >= 0:
                 yield graph.values[number].made, place
@@ -353,8 +353,8 @@ def merged(profile: ModelProfile, graph: Graph, blocks: Blocks) -> ModelProfile:
         )
     between = dict.fromkeys((owner[a], owner[b]) for a, b in edges if owner[a] != owner[b])
     chain = list(itertools.pairwise(blocks))
-    found = None if list(between) == chain else tuple(between)
-    return replace(profile, layers=tuple(layers), edges=found)
+    branches = None if list(between) == chain else tuple(between)
+    return replace(profile, layers=tuple(layers), edges=branches)
 
 
 def shapes_of(graph: Graph, x: Any) -> Shapes:
@@ -388,9 +388,9 @@ def cut(graph: Graph, stages: Sequence[Sequence[str]], shapes: Shapes) -> list[P
     for place, call in enumerate(graph.calls):
         for number in call.inputs:
             used[number] = max(used.get(number, 0), stage_of[place])
-    made = [0 if value.made < 0 else stage_of[value.made] for value in graph.values]
+    source = [0 if value.made < 0 else stage_of[value.made] for value in graph.values]
     crossing = [
-        tuple(number for number, end in sorted(used.items()) if made[number] <= stage < end)
+        tuple(number for number, end in sorted(used.items()) if source[number] <= stage < end)
         for stage in range(last)
     ]
     specs = [tuple(spec(number) for number in cross) for cross in crossing]
@@ -410,10 +410,10 @@ def cut(graph: Graph, stages: Sequence[Sequence[str]], shapes: Shapes) -> list[P
 
 
 def _stage_of(graph: Graph, stages: Sequence[Sequence[str]]) -> list[int]:
-    """Return the stage of each call, if all is as it must be."""
+    """Return the stage of each call; refuse stages that cannot run."""
     blocks = blocks_of(graph)
     places = {call.name: (place,) for place, call in enumerate(graph.calls)} | dict(blocks)
-    found: dict[int, int] = {}
+    home: dict[int, int] = {}
     for stage, names in enumerate(stages):
         if not names:
             raise ValueError(f"stage {stage} has no layer: take it out, or give it one.")
@@ -424,31 +424,31 @@ def _stage_of(graph: Graph, stages: Sequence[Sequence[str]]) -> list[int]:
                     f"name, but {_some(places)}."
                 )
             for place in places[name]:
-                if place in found:
+                if place in home:
                     raise ValueError(
-                        f"layer {graph.calls[place].name!r} is in stage {found[place]} and again "
+                        f"layer {graph.calls[place].name!r} is in stage {home[place]} and again "
                         f"in stage {stage}: name it once."
                     )
-                found[place] = stage
-    missing = [call.name for place, call in enumerate(graph.calls) if place not in found]
+                home[place] = stage
+    missing = [call.name for place, call in enumerate(graph.calls) if place not in home]
     if missing:
         raise ValueError(f"no stage has {_some(missing)}: add what is missing to one.")
     for name, members in blocks.items():
-        if len({found[place] for place in members}) > 1:
+        if len({home[place] for place in members}) > 1:
             raise ValueError(
                 f"the layers {name} share weights or a mask, so they must be in one stage, and "
-                f"are in stages {sorted({found[place] for place in members})}."
+                f"are in stages {sorted({home[place] for place in members})}."
             )
     for place, call in enumerate(graph.calls):
         for number in call.inputs:
             source = graph.values[number].made
-            if source >= 0 and found[source] > found[place]:
+            if source >= 0 and home[source] > home[place]:
                 raise ValueError(
-                    f"layer {call.name!r} in stage {found[place]} uses what "
-                    f"{graph.calls[source].name!r} in stage {found[source]} makes: values go "
+                    f"layer {call.name!r} in stage {home[place]} uses what "
+                    f"{graph.calls[source].name!r} in stage {home[source]} makes: values go "
                     "from a stage to later ones only."
                 )
-    return [found[place] for place in range(len(graph.calls))]
+    return [home[place] for place in range(len(graph.calls))]
 
 
 def _some(names: Iterable[str]) -> str:

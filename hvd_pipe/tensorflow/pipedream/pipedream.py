@@ -166,8 +166,8 @@ class PipeDream(PipeDreamBase[KerasPipeline]):
     def _split(self, batch: Any, count: int) -> Sequence[Microbatch]:
         return split(self._options.graph, batch, count)
 
-    def _made(self, sample: Any) -> KerasPipeline:
+    def _build_part(self, sample: Any) -> KerasPipeline:
         return build(self._options, sample)
 
-    def _restored(self, built: KerasPipeline, directory: Path) -> tuple[int, bool]:
+    def _load_checkpoint(self, built: KerasPipeline, directory: Path) -> tuple[int, bool]:
         return load(built, directory)

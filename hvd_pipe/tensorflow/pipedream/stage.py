@@ -278,7 +278,7 @@ class KerasStage:
         assert self._before is not None
         header, tensors = self._before.activations.unpack(index, message)
         self._recycle(message)
-        self.norms.heard(header.squared_norms, from_before=True)
+        self.norms.update(header.squared_norms, from_before=True)
         self._pending[index] = _Pending(header.digest, tensors)
 
     def forward(self, index: MicrobatchIndex, version: int) -> None:
@@ -327,7 +327,7 @@ class KerasStage:
         assert self._after is not None
         header, self._pending[index].arrived = self._after.gradients.unpack(index, message)
         self._recycle(message)
-        self.norms.heard(header.squared_norms, from_before=False)
+        self.norms.update(header.squared_norms, from_before=False)
 
     def backward(self, index: MicrobatchIndex, version: int) -> None:
         pending = self._pending[index]
@@ -360,7 +360,7 @@ class KerasStage:
     # Weights.
 
     def average(self, contributors: int) -> None:
-        gradient = self._take_gradient()
+        gradient = self._pop_gradient()
         if self._reduce is not None and gradient:
             gradient = self._reduce(gradient)
         if not self._coalesces:
@@ -369,7 +369,7 @@ class KerasStage:
         self._gradient = gradient
 
     def update(self, version: int, keep: bool) -> None:
-        gradient = self._take_gradient()
+        gradient = self._pop_gradient()
         if not keep:  # where nobody holds the values of before, variables change in place
             self._versions.pop(version - 1, None)
         factor = self._clipping.factor(lambda: _squared_norm(gradient))
@@ -414,17 +414,17 @@ class KerasStage:
         return passed, changed
 
     def _newest(self) -> tuple[Any, ...]:
-        return tuple(each.value.read_value() for each in self.passes.weights)
+        return tuple(weight.value.read_value() for weight in self.passes.weights)
 
     def _newest_state(self) -> list[Any]:
-        return [each.value.read_value() for each in self.passes.state]
+        return [variable.value.read_value() for variable in self.passes.state]
 
-    def _take_gradient(self) -> list[Any]:
-        """Return what backward passes have left, and leave nothing."""
-        found, self._gradient = self._gradient, None
-        if found is None:  # a replica that has had no minibatch in the last round
-            return [tf.zeros(each.shape, each.dtype) for each in self.passes.weights]
-        return found
+    def _pop_gradient(self) -> list[Any]:
+        """Return and clear the sum of the backward passes' gradients."""
+        gradient, self._gradient = self._gradient, None
+        if gradient is None:  # a replica that has had no minibatch in the last round
+            return [tf.zeros(weight.shape, weight.dtype) for weight in self.passes.weights]
+        return gradient
 
     def _read(self, index: MicrobatchIndex) -> Microbatch:
         assert self.feed is not None

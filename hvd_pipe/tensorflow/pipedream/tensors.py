@@ -29,16 +29,16 @@ def split(graph: Graph, batch: Any, microbatches: int) -> list[Microbatch]:
         (TensorShape([2, 2]), array([2], dtype=int32), 1)
     """
     if not isinstance(batch, Sequence) or len(batch) != 2:
-        what = f"{len(batch)} items" if isinstance(batch, Sequence) else type(batch).__name__
+        got = f"{len(batch)} items" if isinstance(batch, Sequence) else type(batch).__name__
         raise TypeError(
-            f"the dataset must yield (x, y), got {what}: give several inputs or targets as a "
+            f"the dataset must yield (x, y), got {got}: give several inputs or targets as a "
             "tuple or a dict, ((ids, lengths), y); weights of samples belong in loss_fn."
         )
     inputs = graph.feed(batch[0])
     targets = keras.tree.map_structure(tf.convert_to_tensor, batch[1])
     samples = int(inputs[0].shape[0])
-    named = [(value.name, each) for value, each in zip(graph.values, inputs, strict=False)]
-    named += [("targets", each) for each in keras.tree.flatten(targets)]
+    named = [(value.name, tensor) for value, tensor in zip(graph.values, inputs, strict=False)]
+    named += [("targets", tensor) for tensor in keras.tree.flatten(targets)]
     for name, tensor in named:
         if not tensor.shape.rank or tensor.shape[0] != samples:
             raise ValueError(
@@ -55,12 +55,12 @@ def split(graph: Graph, batch: Any, microbatches: int) -> list[Microbatch]:
     bounds = [at * size + min(at, larger) for at in range(microbatches + 1)]
 
     def part(first: int, end: int) -> Microbatch:
-        own = keras.tree.map_structure(lambda each: each[first:end], targets)
+        labels = keras.tree.map_structure(lambda tensor: tensor[first:end], targets)
         digest = 0
-        for each in keras.tree.flatten(own):
-            digest = zlib.crc32(each.numpy().tobytes(), digest)
-        cut = tuple(each[first:end] for each in inputs)
-        return Microbatch(cut, own, end - first, (end - first) / samples, digest)
+        for tensor in keras.tree.flatten(labels):
+            digest = zlib.crc32(tensor.numpy().tobytes(), digest)
+        cut = tuple(tensor[first:end] for tensor in inputs)
+        return Microbatch(cut, labels, end - first, (end - first) / samples, digest)
 
     return [part(first, end) for first, end in itertools.pairwise(bounds)]
 
@@ -88,7 +88,7 @@ class KerasMessages(Messages):
 
 
 class Broadcast:
-    """One that is on its way; see :class:`hvd_pipe.pipeline.process_sets.Start`."""
+    """A broadcast that is on its way; see :class:`hvd_pipe.pipeline.process_sets.Start`."""
 
     def __init__(self, buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet) -> None:
         self._words = buffer, root_rank, name, process_set

@@ -136,13 +136,13 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
     device = next(x.device for x in state.values())
     layers, assignment, cuts, samples = _divided(options, batch, device)
     worker, stages, coalesces = assignment.worker, len(cuts), assignment.mode.coalesces
-    own, arriving = cuts[worker.stage], cuts[worker.stage - 1].outputs if worker.stage else ()
+    part, received = cuts[worker.stage], cuts[worker.stage - 1].outputs if worker.stage else ()
     owners = {name: s for s, one in enumerate(cuts) for name in one.module.state_dict()}
     unused = {k: v.detach().cpu().clone() for k, v in state.items() if k not in owners}
     del state
-    _forget(options.modules(), own.module)
+    _forget(options.modules(), part.module)
     optimizer, scheduler = agreement.checked(
-        lambda: (_optimizer(options, own.module, assignment.lr_scale), []),
+        lambda: (_optimizer(options, part.module, assignment.lr_scale), []),
         "hvd_pipe.pipeline.optimizer",
         global_process_set,
     )
@@ -150,7 +150,7 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
         assignment,
         FRAMEWORK,
         options.transport,
-        (arriving, own.outputs),
+        (received, part.outputs),
         lambda specs: TorchMessages(specs, stages, str(worker), bool(options.wire_dtype), device),
     )
     if isinstance(timeline.active, timeline.TorchRecorder):
@@ -158,13 +158,13 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
         timeline.active.set_clock(agree_on_clock(global_process_set))
     recorder = timeline.active
     by_minibatch = scheduler if options.schedule_by == "minibatch" else None
-    updates = _updates(options, optimizer, by_minibatch, own.module, connections)
+    updates = _updates(options, optimizer, by_minibatch, part.module, connections)
     losses = Losses(options.loss_fn, options.metric_fn, shared=coalesces)
     return TorchPipeline(
         connections=connections,
         has_metric=options.metric_fn is not None,
         stage=TorchStage(
-            own,
+            part,
             losses if assignment.is_last else None,
             updates,
             connections.before,
@@ -247,14 +247,14 @@ def _divided(
 def _state_ratio(options: TorchOptions) -> float:
     """Return the bytes of optimizer state a byte of parameters, by a small trial."""
     trial = nn.Parameter(torch.zeros(64))
-    optimizer = _made(options, [trial])
+    optimizer = _new_optimizer(options, [trial])
     trial.grad = torch.zeros_like(trial)
     optimizer.step()
-    found = [x for x in tree_leaves(dict(optimizer.state)) if isinstance(x, torch.Tensor)]
-    return sum(x.numel() for x in found if x.numel() == trial.numel()) / trial.numel()
+    tensors = [x for x in tree_leaves(dict(optimizer.state)) if isinstance(x, torch.Tensor)]
+    return sum(x.numel() for x in tensors if x.numel() == trial.numel()) / trial.numel()
 
 
-def _made(options: TorchOptions, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _new_optimizer(options: TorchOptions, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     optimizer = options.optimizer_fn(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -268,7 +268,7 @@ def _optimizer(options: TorchOptions, module: nn.Module, lr_scale: float) -> tup
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters:
         return None, None
-    optimizer = _made(options, parameters)
+    optimizer = _new_optimizer(options, parameters)
     own = {id(p) for p in parameters}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(

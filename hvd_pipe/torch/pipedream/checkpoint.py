@@ -35,16 +35,16 @@ _NAME = "hvd_pipe.pipeline.checkpoint"
 def whole_state(built: TorchPipeline) -> dict[str, torch.Tensor]:
     """Return the state of all stages as the plain model's, on every rank."""
     built.average_statistics()
-    own = built.stage.module.state_dict()
-    device = next((x.device for x in own.values()), torch.device("cpu"))
+    local = built.stage.module.state_dict()
+    device = next((x.device for x in local.values()), torch.device("cpu"))
     state: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in built.shapes.items():
         if name in built.unused:
             state[name] = built.unused[name].clone()
             continue
         stage = built.owners[name]
-        mine = stage == built.assignment.worker.stage
-        value = own[name].clone() if mine else torch.empty(shape, dtype=dtype, device=device)
+        is_here = stage == built.assignment.worker.stage
+        value = local[name].clone() if is_here else torch.empty(shape, dtype=dtype, device=device)
         first = built.assignment.layout.rank(Worker(stage, 0))
         broadcast_tensors([(f"{_NAME}.{name}", value)], first)
         state[name] = value.cpu()
@@ -64,8 +64,8 @@ def save(built: TorchPipeline, directory: Path, epoch: int) -> None:
         writers: dict[str, Callable[[Path], object]] = {"model.pt": partial(torch.save, state)}
         for stage in range(built.assignment.layout.stages):
             ranks = built.assignment.layout.ranks(stage)
-            own = {"training": optimizers[ranks[0]], "replicas": [replicas[r] for r in ranks]}
-            writers[f"stage{stage}.pt"] = partial(torch.save, own)
+            document = {"training": optimizers[ranks[0]], "replicas": [replicas[r] for r in ranks]}
+            writers[f"stage{stage}.pt"] = partial(torch.save, document)
         write_checkpoint(
             directory,
             writers,
@@ -79,31 +79,31 @@ def save(built: TorchPipeline, directory: Path, epoch: int) -> None:
 
 
 def load(built: TorchPipeline, directory: Path) -> tuple[int, bool]:
-    """Take a checkpoint that rank 0 reads; its number of epochs, and if its stages are these."""
+    """Load a checkpoint; return its number of epochs, and whether its stages are these."""
     files: list[Any] = []
 
     def look() -> dict[str, Any]:
-        found, read = read_checkpoint(directory, SCHEMA, partial(_read, directory))
+        document, read = read_checkpoint(directory, SCHEMA, partial(_read, directory))
         _check_model(read[0], built, directory)
         files.extend(read)
-        return found
+        return document
 
-    found = agreement.found_by_first(look, f"{_NAME}.look", global_process_set)
-    count = len(found["partition"]["stages"])
+    document = agreement.found_by_first(look, f"{_NAME}.look", global_process_set)
+    count = len(document["partition"]["stages"])
     state, *stages = map(_from_first, files or [None] * (1 + count))
     built.stage.module.load_state_dict({n: state[n] for n in built.stage.module.state_dict()})
     built.unused.update({name: state[name] for name in built.unused})
     worker = built.assignment.worker
-    _load_training(built, [one["training"] for one in stages])
-    same = resume(built, found, built.layers)
-    if same:
-        mine = stages[worker.stage]["replicas"][worker.replica]
-        for name, value in mine["buffers"].items():
+    _load_training(built, [stage["training"] for stage in stages])
+    same_stages = resume(built, document, built.layers)
+    if same_stages:
+        replica = stages[worker.stage]["replicas"][worker.replica]
+        for name, value in replica["buffers"].items():
             built.stage.module.get_buffer(name).copy_(value)
-        torch.set_rng_state(mine["random"]["cpu"])
-        if "cuda" in mine["random"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state(mine["random"]["cuda"])
-    return int(found["epoch"]), same
+        torch.set_rng_state(replica["random"]["cpu"])
+        if "cuda" in replica["random"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(replica["random"]["cuda"])
+    return int(document["epoch"]), same_stages
 
 
 def _training_state(built: TorchPipeline) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _training_state(built: TorchPipeline) -> dict[str, Any]:
 
 
 def _load_training(built: TorchPipeline, stages: list[dict[str, Any]]) -> None:
-    """Give each parameter of this stage its state, whichever stage had it, and its group's."""
+    """Load the optimizer state and the group of each parameter here, from any stage."""
     optimizer, scheduler = built.updates.optimizer, built.scheduler
     if optimizer is None:
         return
@@ -140,8 +140,8 @@ def _load_training(built: TorchPipeline, stages: list[dict[str, Any]]) -> None:
         name: (stage, g) for stage in stages for g in stage["groups"] for name in g["params"]
     }
     names = {id(p): name for name, p in built.stage.module.named_parameters()}
-    own = [group for group in optimizer.param_groups if group["params"]]
-    for group in own:  # another stage may have none of a group's parameters
+    owned = [group for group in optimizer.param_groups if group["params"]]
+    for group in owned:  # another stage may have none of a group's parameters
         for p in group["params"]:
             optimizer.state.pop(p, None)
             if names[id(p)] in state:
@@ -152,7 +152,7 @@ def _load_training(built: TorchPipeline, stages: list[dict[str, Any]]) -> None:
             if key != "params":
                 group[key] = value * scale if key in {"lr", "initial_lr"} else value
     if scheduler is not None:
-        name = names[id(own[0]["params"][0])]
+        name = names[id(owned[0]["params"][0])]
         stage, _ = groups[name]
         scale = built.assignment.lr_scale / stage["lr_scale"]
         saved = dict(stage["scheduler"])
@@ -160,8 +160,8 @@ def _load_training(built: TorchPipeline, stages: list[dict[str, Any]]) -> None:
             if key in saved:
                 # As many as this stage has groups: another stage may have had more or fewer.
                 rates = [saved[key][0] * scale] * len(optimizer.param_groups)
-                same = len(saved[key]) == len(rates)
-                saved[key] = [rate * scale for rate in saved[key]] if same else rates
+                same_count = len(saved[key]) == len(rates)
+                saved[key] = [rate * scale for rate in saved[key]] if same_count else rates
         scheduler.load_state_dict(saved)
 
 
@@ -188,15 +188,15 @@ def _read(directory: Path, stages: int) -> list[Any]:
 
 
 def _check_model(state: dict[str, Any], built: TorchPipeline, directory: Path) -> None:
-    found = {name: (tuple(x.shape), x.dtype) for name, x in state.items()}
-    for name in sorted(found.keys() ^ built.shapes.keys()):
-        where = "only in the checkpoint" if name in found else "not in the checkpoint"
+    saved = {name: (tuple(x.shape), x.dtype) for name, x in state.items()}
+    for name in sorted(saved.keys() ^ built.shapes.keys()):
+        where = "only in the checkpoint" if name in saved else "not in the checkpoint"
         raise HvdPipeError(f"{directory} is of another model: {name} is {where}.")
     for name, (shape, dtype) in built.shapes.items():
-        if found[name] != (shape, dtype):
+        if saved[name] != (shape, dtype):
             raise HvdPipeError(
-                f"{directory} is of another model: {name} has shape {found[name][0]} and "
-                f"{found[name][1]} there, {shape} and {dtype} here."
+                f"{directory} is of another model: {name} has shape {saved[name][0]} and "
+                f"{saved[name][1]} there, {shape} and {dtype} here."
             )
 
 

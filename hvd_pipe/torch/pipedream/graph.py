@@ -87,32 +87,32 @@ def trace(model: nn.Module | Sequence[nn.Module], sample: Sequence[Tensor]) -> T
         (['0', '1', '2'], (('0', '1'), ('1', '2')))
     """
     _check_sample(sample)
-    mine = set(vars(model)) if isinstance(model, nn.Module) else set()
+    attributes = set(vars(model)) if isinstance(model, nn.Module) else set()
     try:
         whole, graph = graph_of(model, len(sample))
         for node in list(graph.nodes):
             if node.op == "get_attr" and not node.users:
                 graph.erase_node(node)
-        made = assemble(whole, graph, whole)
+        module = assemble(whole, graph, whole)
     finally:
         if isinstance(model, nn.Module):
-            for key in set(vars(model)) - mine:  # constants, which the graph has now
+            for key in set(vars(model)) - attributes:  # constants, which the graph has now
                 delattr(model, key)
-    run = Run(made)
+    run = Run(module)
     for training in (True, False):
         # A sample that the model cannot be trained with, as BatchNorm with one, may be evaluated.
         allowed = (Exception,) if training else ()
-        with as_before(made, whole, sample, training) as buffers:
+        with as_before(module, whole, sample, training) as buffers:
             with suppress(*allowed):
                 run.watch(sample)
             run.changed |= {id(b) for b, before in buffers if not torch.equal(b, before)}
-    links = _linked(run, made, chain=whole is not model)
+    links = _linked(run, module, chain=whole is not model)
     if not links:
         raise HvdPipeError(f"{type(whole).__name__} has no layer: its forward pass calls nothing")
     names: dict[fx.Node, str] = {}
     for node in graph.nodes:
-        own = node.op in ("call_module", "placeholder")
-        names[node] = _unique(str(node.target) if own else node.name, names.values())
+        has_target = node.op in ("call_module", "placeholder")
+        names[node] = _unique(str(node.target) if has_target else node.name, names.values())
     groups = networkx.condensation(links)
     for _, group in groups.nodes(data=True):
         group["calls"] = sorted(group["members"], key=run.places.__getitem__)
@@ -122,12 +122,12 @@ def trace(model: nn.Module | Sequence[nn.Module], sample: Sequence[Tensor]) -> T
     layers: dict[int, Layer] = {}
     for group in order:
         taken = {layer.name for layer in layers.values()}
-        layers[group] = _layer(groups.nodes[group]["calls"], names, made, taken)
+        layers[group] = _layer(groups.nodes[group]["calls"], names, module, taken)
     at = {group: number for number, group in enumerate(layers)}
     edges = sorted(groups.edges, key=lambda edge: (at[edge[0]], at[edge[1]]))
-    used = set(made.state_dict())
+    used = set(module.state_dict())
     return Traced(
-        graph_module=made,
+        graph_module=module,
         layers=tuple(layers.values()),
         edges=tuple((layers[a].name, layers[b].name) for a, b in edges),
         unused=tuple(key for key in whole.state_dict() if key not in used),
@@ -154,9 +154,9 @@ def specs(traced: Traced, sample: Sequence[Tensor]) -> dict[fx.Node, tuple[Tenso
     batch = sample[0].shape[0]
     fewer = max(1, batch // 2)
     smaller = [x[:fewer] if x.ndim and x.shape[0] == batch else x for x in sample]
-    made = traced.graph_module
-    whole, half = Run(made), Run(made)
-    with as_before(made, traced.model, sample, training=False):
+    module = traced.graph_module
+    whole, half = Run(module), Run(module)
+    with as_before(module, traced.model, sample, training=False):
         whole.watch(sample)
         try:
             half.watch(smaller)
@@ -195,8 +195,8 @@ def flat(value: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
-def _spec(name: str, planned: Tensor, found: Tensor, trained: bool) -> TensorSpec:
-    shape, other = tuple(planned.shape), tuple(found.shape)
+def _spec(name: str, planned: Tensor, smaller: Tensor, trained: bool) -> TensorSpec:
+    shape, other = tuple(planned.shape), tuple(smaller.shape)
     alike = len(other) == len(shape)
     dynamic = [at for at in range(len(shape)) if alike and other[at] != shape[at]]
     dtype = str(planned.dtype).removeprefix("torch.")
@@ -333,8 +333,8 @@ class Run(fx.Interpreter):
             of_layer = n.target is operator.getitem and n.args[0] not in self.asks
             if not of_layer:
                 self.asks.add(n)
-        own = any(x.requires_grad for x in state_of(n, self.module))
-        depends = own or not self.trained.isdisjoint(n.all_input_nodes)
+        has_trained = any(x.requires_grad for x in state_of(n, self.module))
+        depends = has_trained or not self.trained.isdisjoint(n.all_input_nodes)
         if depends and not called(n).startswith("detach"):
             if any(_is_continuous(x) for x in tensors):
                 self.trained.add(n)
@@ -374,9 +374,9 @@ def takes_part(node: fx.Node) -> bool:
     return node.target is getattr
 
 
-def _linked(run: Run, made: fx.GraphModule, chain: bool) -> networkx.DiGraph:
+def _linked(run: Run, module: fx.GraphModule, chain: bool) -> networkx.DiGraph:
     """Link what is used to what uses it, and both ways where they stay together."""
-    calls = [n for n in made.graph.nodes if n.op.startswith("call_") and n not in run.asks]
+    calls = [n for n in module.graph.nodes if n.op.startswith("call_") and n not in run.asks]
     links = networkx.DiGraph()
     links.add_nodes_from(calls)
     together = set() if chain else set(run.together)
@@ -391,12 +391,12 @@ def _linked(run: Run, made: fx.GraphModule, chain: bool) -> networkx.DiGraph:
         if not node.users and all(source.op == "get_attr" for source in sources):
             # It only counts a buffer up, so it is no layer of its own.
             together.add((node, calls[at + 1] if at + 1 < len(calls) else calls[0]))
-        for tensor in _of_one_stage(node, run, made):
+        for tensor in _of_one_stage(node, run, module):
             owners.setdefault(id(tensor), []).append(node)
         inputs = [n for n in node.all_input_nodes if n not in run.asks]
         if all(n in fixed or n.op == "get_attr" for n in inputs):
             fixed.add(node)
-            state = [tensor for n in inputs for tensor in state_of(n, made)]
+            state = [tensor for n in inputs for tensor in state_of(n, module)]
             if any(n in weights for n in inputs) or any(
                 isinstance(tensor, nn.Parameter) for tensor in state
             ):
@@ -410,30 +410,30 @@ def _linked(run: Run, made: fx.GraphModule, chain: bool) -> networkx.DiGraph:
     return links
 
 
-def _of_one_stage(node: fx.Node, run: Run, made: fx.GraphModule) -> Iterator[Tensor]:
+def _of_one_stage(node: fx.Node, run: Run, module: fx.GraphModule) -> Iterator[Tensor]:
     """Yield what a node uses and two stages cannot have: parameters, and buffers that change."""
     if node.op == "call_module":
-        yield from state_of(node, made)
+        yield from state_of(node, module)
     for source in run.tensors_of(node):
         if source.op == "get_attr":
-            for tensor in state_of(source, made):
+            for tensor in state_of(source, module):
                 if isinstance(tensor, nn.Parameter) or id(tensor) in run.changed:
                     yield tensor
 
 
 def _layer(
-    nodes: list[fx.Node], names: Mapping[fx.Node, str], made: fx.GraphModule, taken: Container[str]
+    nodes: list[fx.Node], names: Mapping[fx.Node, str], root: fx.GraphModule, taken: Container[str]
 ) -> Layer:
     main = [node for node in nodes if not takes_part(node)] or nodes
     name = names[main[0]] if len(main) == 1 else f"{names[main[0]]}..{names[main[-1]]}"
     texts = [
-        " ".join(repr(made.get_submodule(str(node.target))).split())
+        " ".join(repr(root.get_submodule(str(node.target))).split())
         if node.op == "call_module"
         else called(node)
         for node in main
     ]
     counts = Counter(texts)
-    text = ", ".join(f"{n} x {what}" if n > 1 else what for what, n in counts.items())
+    text = ", ".join(f"{n} x {call}" if n > 1 else call for call, n in counts.items())
     return Layer(_unique(name, taken), tuple(nodes), text)
 
 
@@ -446,19 +446,19 @@ def assemble(
     root: nn.Module, graph: fx.Graph, model: nn.Module, name: str = "Traced"
 ) -> fx.GraphModule:
     """Return a module that runs a graph with the very modules and tensors of another one."""
-    made = fx.GraphModule(root, graph, name)
+    assembled = fx.GraphModule(root, graph, name)
     state = model.state_dict(keep_vars=True)
-    for path, module in made.named_modules():
+    for path, module in assembled.named_modules():
         if path and type(module) is nn.Module:  # it only holds others
             module.training = model.get_submodule(path).training
         for key in module._buffers:
             if f"{path}.{key}".lstrip(".") not in state:
                 module._non_persistent_buffers_set.add(key)
-    mine = {id(tensor) for tensor in (*made.parameters(), *made.buffers())}
-    for key in state.keys() - made.state_dict().keys():
-        if id(state[key]) in mine:  # under another key
+    used = {id(tensor) for tensor in (*assembled.parameters(), *assembled.buffers())}
+    for key in state.keys() - assembled.state_dict().keys():
+        if id(state[key]) in used:  # under another key
             *path, last = key.split(".")
-            holder: nn.Module = made
+            holder: nn.Module = assembled
             for part in path:
                 if part not in holder._modules:
                     holder.add_module(part, nn.Module())
@@ -467,7 +467,7 @@ def assemble(
                 holder.register_parameter(last, state[key])
             else:
                 holder.register_buffer(last, state[key])
-    return made
+    return assembled
 
 
 # Stages.

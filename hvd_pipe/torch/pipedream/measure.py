@@ -88,12 +88,12 @@ class _Run:
         kept: dict[int, torch.UntypedStorage] = {}
         for step in range(self._skip + self._steps):
             last = step == self._skip + self._steps - 1
-            with _noting(lambda x: kept.update({x.data_ptr(): x})) if last else nullcontext():
+            with _on_saved(lambda x: kept.update({x.data_ptr(): x})) if last else nullcontext():
                 start = self._now()
                 results = module(*inputs)
                 forward.append(self._now() - start)
             if last:
-                self._take(layer.name, sent, list(results), kept)
+                self._store_results(layer.name, sent, list(results), kept)
             outputs = [t for t in flat(results) if t.requires_grad]
             backward.append(0.0)
             if outputs and wanted:
@@ -122,14 +122,14 @@ class _Run:
         pairs = zip(self._env[node], gradients, strict=True)
         return [x.detach().requires_grad_(gradient) for x, gradient in pairs]
 
-    def _take(
+    def _store_results(
         self,
         name: str,
         sent: Sequence[fx.Node],
         results: Sequence[Any],
         kept: Mapping[int, torch.UntypedStorage],
     ) -> None:
-        """Take a layer's results over, and count what autograd keeps for it."""
+        """Store a layer's results, and count what autograd keeps for it."""
         at = 0
         for node in sent:
             count = self._traced.run.structures[node].num_leaves
@@ -164,11 +164,11 @@ class _Run:
 
 
 @contextmanager
-def _noting(note: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
-    """Note the storages that autograd keeps."""
+def _on_saved(visit: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
+    """Call ``visit`` with each storage that autograd keeps."""
 
     def pack(tensor: Tensor) -> Tensor:
-        note(tensor.untyped_storage())
+        visit(tensor.untyped_storage())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -189,7 +189,7 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """All of it.
+        """All bytes of the stage.
 
         Example:
             >>> StageMemory(weights=8, gradients=4, optimizer=4, activations=2).total
@@ -207,20 +207,20 @@ class ActivationMeter:
         self.is_done = False
 
     @contextmanager
-    def noting(self, inputs: tuple[object, ...], module: torch.nn.Module) -> Iterator[None]:
-        """Note what a forward pass keeps, but for its weights."""
-        own = {x.untyped_storage().data_ptr() for x in module.parameters()}
+    def measuring(self, inputs: tuple[object, ...], module: torch.nn.Module) -> Iterator[None]:
+        """Count what a forward pass keeps, except its weights."""
+        excluded = {x.untyped_storage().data_ptr() for x in module.parameters()}
         # Inputs may be parts of a message, or of a whole data set.
         for x in inputs:
             if isinstance(x, torch.Tensor):
-                own.add(x.untyped_storage().data_ptr())
+                excluded.add(x.untyped_storage().data_ptr())
                 self.most_bytes += x.nbytes
 
-        with _noting(lambda x: None if x.data_ptr() in own else self._count(x)):
+        with _on_saved(lambda x: None if x.data_ptr() in excluded else self._count(x)):
             yield
 
-    def note(self, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Note results, which live until their gradients come."""
+    def add_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Count results, which live until their gradients come."""
         for x in outputs:
             self._count(x.untyped_storage())
 

@@ -199,10 +199,10 @@ class PipeDream(PipeDreamBase[TorchPipeline]):
     def _split(self, batch: Any, count: int) -> Sequence[Microbatch]:
         return split(batch, count)
 
-    def _made(self, sample: Any) -> TorchPipeline:
+    def _build_part(self, sample: Any) -> TorchPipeline:
         return build(self._options, sample)
 
-    def _restored(self, built: TorchPipeline, directory: Path) -> tuple[int, bool]:
+    def _load_checkpoint(self, built: TorchPipeline, directory: Path) -> tuple[int, bool]:
         return load(built, directory)
 
     @contextmanager

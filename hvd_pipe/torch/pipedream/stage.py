@@ -104,7 +104,7 @@ class TorchStage:
         assert self._before is not None
         header, tensors = self._before.activations.unpack(index, message)
         self._pending[index] = _Pending(header.digest, tuple(tensors), messages=[message])
-        self.norms.heard(header.squared_norms, from_before=True)
+        self.norms.update(header.squared_norms, from_before=True)
 
     # Architecture: D6
     def forward(self, index: MicrobatchIndex, version: int) -> None:
@@ -121,13 +121,13 @@ class TorchStage:
             _check_digest(pending.digest, microbatch.digest, index)
         self.versions.use(version)
         measures = self._training and not self._meter.is_done
-        noting = self._meter.noting(pending.inputs, self.module) if measures else nullcontext()
-        with torch.set_grad_enabled(self._training), noting:
+        meter = self._meter.measuring(pending.inputs, self.module) if measures else nullcontext()
+        with torch.set_grad_enabled(self._training), meter:
             output = self._run(pending)
             if self._losses is None:
                 pending.outputs = tuple(output)
                 if measures:
-                    self._meter.note(pending.outputs)
+                    self._meter.add_outputs(pending.outputs)
             else:
                 assert microbatch is not None
                 self._finish(pending, output, microbatch, self._losses)
@@ -152,7 +152,7 @@ class TorchStage:
         pending = self._pending[index]
         pending.gradients = gradients
         pending.messages.append(message)
-        self.norms.heard(header.squared_norms, from_before=False)
+        self.norms.update(header.squared_norms, from_before=False)
 
     # Architecture: D11
     def backward(self, index: MicrobatchIndex, version: int) -> None:
@@ -313,8 +313,8 @@ def moved(value: Any, device: torch.device) -> Any:
     return tree_map_only(torch.Tensor, lambda x: x.to(device, non_blocking=True), value)
 
 
-def _check_digest(travelled: int, own: int, index: MicrobatchIndex) -> None:
-    if travelled != own:
+def _check_digest(travelled: int, local: int, index: MicrobatchIndex) -> None:
+    if travelled != local:
         raise HvdPipeError(
             f"the first and the last stage read different minibatches: the targets of minibatch "
             f"{index.minibatch} differ. Loaders must yield the same minibatches in the same order "

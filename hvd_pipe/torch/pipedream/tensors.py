@@ -25,9 +25,9 @@ def split(batch: Any, microbatches: int) -> list[Microbatch]:
         (torch.Size([2, 2]), tensor([2]), 1)
     """
     if not isinstance(batch, Sequence) or isinstance(batch, str) or len(batch) != 2:
-        what = f"{len(batch)} items" if isinstance(batch, Sequence) else type(batch).__name__
+        got = f"{len(batch)} items" if isinstance(batch, Sequence) else type(batch).__name__
         raise TypeError(
-            f"the loader must yield (inputs, targets), got {what}: give several inputs as a "
+            f"the loader must yield (inputs, targets), got {got}: give several inputs as a "
             "tuple, ((ids, mask), targets), by the loader's collate_fn if need be."
         )
     inputs, targets = batch
