@@ -44,10 +44,8 @@ from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.messages.reduction import RESIDUAL
 from hvd_pipe.tensorflow.strategies.base import Engine, Gradients, Momentum, Settings
 from hvd_pipe.tensorflow.strategies.cocod import CoCoDEngine
-from hvd_pipe.tensorflow.strategies.forward_overlap import (
-    ForwardOverlapEngine,
-    MergedGradientEngine,
-)
+from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine
+from hvd_pipe.tensorflow.strategies.merged_gradient import MergedGradientEngine
 from hvd_pipe.tensorflow.strategies.pipe_sgd import PipeSGDEngine
 
 States = dict[int, Arrays]

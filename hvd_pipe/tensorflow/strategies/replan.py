@@ -55,10 +55,8 @@ from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.agree import check_alike, found_by_first, gather, largest
 from hvd_pipe.tensorflow.measuring.ready_times import ReadyTimes, measure_comm
 from hvd_pipe.tensorflow.sessions import Sessions
-from hvd_pipe.tensorflow.strategies.forward_overlap import (
-    ForwardOverlapEngine,
-    MergedGradientEngine,
-)
+from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine
+from hvd_pipe.tensorflow.strategies.merged_gradient import MergedGradientEngine
 
 _log = logging.getLogger("hvd_pipe")
 
