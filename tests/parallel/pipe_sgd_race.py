@@ -9,7 +9,7 @@ from unittest import mock
 from torch import nn
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.runtime import bucket_planner
+from hvd_pipe.runtime import gradient_index
 from hvd_pipe.torch.strategies import pipe_sgd
 
 R = TypeVar("R")
@@ -42,7 +42,7 @@ class Race:
 
     def run(self, train: Callable[[Any], R], model: nn.Module, plain: Any, **options: Any) -> R:
         """Train with a distributed optimizer whose plans are timed by this."""
-        small = mock.patch.object(bucket_planner, "DEFAULT_BUCKET_BYTES", DEFAULT_BYTES)
+        small = mock.patch.object(gradient_index, "DEFAULT_BUCKET_BYTES", DEFAULT_BYTES)
         with small, mock.patch.object(pipe_sgd, "time", self):
             self.optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
             return train(self.optimizer)

@@ -32,7 +32,7 @@ from hvd_pipe.planning import choice
 from hvd_pipe.planning.choice import OwnTimes, predict
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.runtime import bucket_planner
+from hvd_pipe.runtime import gradient_index
 from hvd_pipe.torch import auto_choice, overlap_start
 from hvd_pipe.torch.measuring import step_times
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
@@ -366,7 +366,7 @@ def test_a_choice_of_another_job_or_version_is_not_taken(
             "rank 0, which decides for all, failed: ValueError: no choice",
         ),
         (
-            "hvd_pipe.runtime.bucket_planner.plan_dtype_groups",
+            "hvd_pipe.runtime.gradient_index.plan_dtype_groups",
             0,
             ValueError("no plan"),
             "rank 0, which decides for all, failed: ValueError: no plan",
@@ -401,10 +401,10 @@ def test_the_slowest_ranks_times_count(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = wrap(model, "merged-gradient/pipe-sgd")
     if hvd.rank() == 1:
         model[0].weight.register_hook(lambda _: time.sleep(SLEEP))
-    planned = mock.Mock(wraps=bucket_planner.plan_dtype_groups)
+    planned = mock.Mock(wraps=gradient_index.plan_dtype_groups)
     predicted = mock.Mock(wraps=auto_choice.predict)
     monkeypatch.setattr(auto_choice, "predict", predicted)
-    monkeypatch.setattr(bucket_planner, "plan_dtype_groups", planned)
+    monkeypatch.setattr(gradient_index, "plan_dtype_groups", planned)
     train(model, optimizer, hvd.rank(), steps=SWITCH)
     optimizer.synchronize()
     if hvd.rank() != 0:

@@ -23,7 +23,7 @@ import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
+from hvd_pipe.runtime.gradient_index import SKIP_STEPS
 from hvd_pipe.tensorflow.messages.reduction import Reduction
 
 N = 2

@@ -34,7 +34,7 @@ from on_ranks import gather, on_ranks
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
+from hvd_pipe.runtime.gradient_index import SKIP_STEPS
 from hvd_pipe.tensorflow.keras import callbacks
 from hvd_pipe.tensorflow.keras.late_updates import begin_step
 from hvd_pipe.tensorflow.messages.reduction import Reduction

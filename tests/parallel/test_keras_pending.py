@@ -22,7 +22,7 @@ from keras_ways_to_look import METADATA, READS, WAYS, Script, look
 from on_ranks import on_ranks
 
 import hvd_pipe.tensorflow.keras as hvd
-from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
+from hvd_pipe.runtime.gradient_index import SKIP_STEPS
 from hvd_pipe.tensorflow.messages.reduction import Reduction
 from hvd_pipe.tensorflow.pending import due
 

@@ -7,13 +7,13 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.runtime import arguments, bucket_planner, consensus
+from hvd_pipe.runtime import arguments, consensus, gradient_index
 
 GONE = "Process set provided does not exist, or has not been registered."
 
 
 def test_doctests() -> None:
-    for module, examples in ((consensus, 2), (arguments, 1), (bucket_planner, 7)):
+    for module, examples in ((consensus, 2), (arguments, 1), (gradient_index, 7)):
         result = doctest.testmod(module)
         assert result.failed == 0
         assert result.attempted == examples

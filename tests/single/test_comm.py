@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hvd_pipe.planning.cluster import rescale
 from hvd_pipe.planning.comm import CODECS, NONE, CodecCost, CommModel
-from hvd_pipe.runtime.bucket_planner import GradientIndex
+from hvd_pipe.runtime.gradient_index import GradientIndex
 
 # 10 s more for one byte more, at 10 MB, is a line through -1e8 s: seconds, in doubles.
 ROUNDING = 1e-7

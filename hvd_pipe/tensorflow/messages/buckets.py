@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from hvd_pipe.runtime.bucket_planner import GradientIndex
+from hvd_pipe.runtime.gradient_index import GradientIndex
 from hvd_pipe.tensorflow.messages.reduction import Feedback, Reduction
 
 

@@ -48,8 +48,8 @@ from hvd_pipe.planning.tuner import (
     Tuner,
     next_plan,
 )
-from hvd_pipe.runtime.bucket_planner import SKIP_STEPS, measured_method
 from hvd_pipe.runtime.consensus import answer_with
+from hvd_pipe.runtime.gradient_index import SKIP_STEPS, measured_method
 from hvd_pipe.strategy import Auto, MergedGradient, parse
 from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.agree import check_alike, found_by_first, gather, largest

@@ -28,7 +28,7 @@ import torch
 from horovod.torch.mpi_ops import ProcessSet
 
 from hvd_pipe.planning.choice import OwnTimes, profile_of
-from hvd_pipe.runtime.bucket_planner import RECORD_STEPS, SKIP_STEPS
+from hvd_pipe.runtime.gradient_index import RECORD_STEPS, SKIP_STEPS
 from hvd_pipe.torch.measuring.clock import Moment, Stopwatch
 
 ENVIRONMENT_VARIABLE = "HVD_PIPE_PROFILE"

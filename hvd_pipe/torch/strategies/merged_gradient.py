@@ -39,7 +39,7 @@ from hvd_pipe.planning.tuner import (
     Tuner,
     next_plan,
 )
-from hvd_pipe.runtime.bucket_planner import SKIP_STEPS, measured_method
+from hvd_pipe.runtime.gradient_index import SKIP_STEPS, measured_method
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import make_tuner
 from hvd_pipe.torch.measuring.probes import measure_comm

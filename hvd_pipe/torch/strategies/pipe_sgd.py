@@ -32,8 +32,8 @@ from horovod.torch.mpi_ops import Sum
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.tuner import Tuner, next_given
-from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.runtime.consensus import Description
+from hvd_pipe.runtime.gradient_index import SKIP_STEPS
 from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.torch.agree import make_tuner
 from hvd_pipe.torch.messages.allreduce import of_all_ranks

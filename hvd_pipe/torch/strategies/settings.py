@@ -12,8 +12,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.runtime.bucket_planner import GradientIndex
 from hvd_pipe.runtime.consensus import Description
+from hvd_pipe.runtime.gradient_index import GradientIndex
 from hvd_pipe.torch.messages.allreduce import Reduction
 from hvd_pipe.torch.parameters import gradient_dtype
 

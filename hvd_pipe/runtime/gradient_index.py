@@ -1,4 +1,4 @@
-"""Which gradients share a bucket: by their sizes, as a plan says, or from measured ready times."""
+"""A job's gradients by index, and the buckets that each way of planning gives them."""
 
 from __future__ import annotations
 
