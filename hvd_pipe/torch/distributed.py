@@ -55,7 +55,7 @@ class DistributedMixin(torch.optim.Optimizer):
     _hvd_pipe_scale: float | None
     """The loss scale by which the coming step's gradients are divided, where it is known."""
     _hvd_pipe_saved: SavedState | None = None
-    _hvd_pipe_auto: AutoChoice | OverlapStart | None = None
+    _hvd_pipe_chooser: AutoChoice | OverlapStart | None = None
     """What may change the engine after a step."""
     _hvd_pipe_sent = 0.0
     _hvd_pipe_profile: JobProfile | None = None
@@ -128,8 +128,8 @@ class DistributedMixin(torch.optim.Optimizer):
         timeline.active.end_step()
         if self._hvd_pipe_profile is not None and not self._hvd_pipe_profile.end_step():
             self._hvd_pipe_profile = None
-        if self._hvd_pipe_auto is not None:
-            self._hvd_pipe = self._hvd_pipe_auto.after_step(engine)
+        if self._hvd_pipe_chooser is not None:
+            self._hvd_pipe = self._hvd_pipe_chooser.after_step(engine)
         self._hvd_pipe_scale, self._hvd_pipe_drained = None, False
         self._note_old()
         return result if closure is None else loss
@@ -361,7 +361,7 @@ class DistributedMixin(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         engine = self._resumed(before, in_flight)
         # What a state may change that ranks must do alike: messages, plans, trials of plans.
-        parts = engine.has_state_in_flight or self._hvd_pipe_auto or engine.plan is not plan
+        parts = engine.has_state_in_flight or self._hvd_pipe_chooser or engine.plan is not plan
         if parts and (had_begun or engine.rounds > 0):
             engine.loaded_before = messages
         self._note_old()
@@ -389,17 +389,17 @@ class DistributedMixin(torch.optim.Optimizer):
         say_left_out(checked)
         self._hvd_pipe = engine = make_engine(checked, weakref.ref(self))
         if isinstance(checked.strategy, Auto):
-            self._hvd_pipe_auto = AutoChoice(checked, self, engine)
+            self._hvd_pipe_chooser = AutoChoice(checked, self, engine)
         elif isinstance(checked.strategy, MergedGradient) and checked.strategy.overlaps_forward:
             is_given = checked.strategy != MergedGradient(overlap="forward")
             is_given = is_given or checked.settings.groups is not None
-            self._hvd_pipe_auto = OverlapStart(memory_of(checked.settings.parameters), is_given)
+            self._hvd_pipe_chooser = OverlapStart(memory_of(checked.settings.parameters), is_given)
         return engine
 
     def _resumed(self, engine: Engine, in_flight: SavedState | None) -> Engine:
         """Go on with what was in flight, and with what `Auto` had chosen then."""
-        if self._hvd_pipe_auto is not None:
-            engine, in_flight = self._hvd_pipe_auto.resume(engine, in_flight)
+        if self._hvd_pipe_chooser is not None:
+            engine, in_flight = self._hvd_pipe_chooser.resume(engine, in_flight)
             self._hvd_pipe = engine
         checkpoint.load(engine, in_flight, self._owned())
         return engine
@@ -461,7 +461,7 @@ class DistributedMixin(torch.optim.Optimizer):
             self._hvd_pipe.finish()
 
     def _saved_state(self, engine: Engine) -> SavedState:
-        auto = self._hvd_pipe_auto
+        auto = self._hvd_pipe_chooser
         chosen = auto.chosen if isinstance(auto, AutoChoice) else None
         return checkpoint.save(engine, self._owned(), None if chosen is None else spell(chosen))
 
@@ -490,10 +490,10 @@ class DistributedMixin(torch.optim.Optimizer):
             for parameter in self._owned():
                 parameter.grad = None
         engine.retire()
-        if self._hvd_pipe_auto is not None:
-            self._hvd_pipe_auto.close()
+        if self._hvd_pipe_chooser is not None:
+            self._hvd_pipe_chooser.close()
         self._hvd_pipe_sent += engine.reduction.traffic.sent_bytes
-        self._hvd_pipe = self._hvd_pipe_auto = self._hvd_pipe_scale = None
+        self._hvd_pipe = self._hvd_pipe_chooser = self._hvd_pipe_scale = None
         return engine.name
 
     def _start_new_engine(self) -> None:

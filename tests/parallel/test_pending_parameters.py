@@ -110,7 +110,7 @@ def overlapped(
         deferred += bool(getattr(script.optimizer._hvd_pipe, "_pending", None))
         training.end_step(step)
     found = training.found()
-    assert steps < TRIED_STEPS or script.optimizer._hvd_pipe_auto.is_over
+    assert steps < TRIED_STEPS or script.optimizer._hvd_pipe_chooser.is_over
     script.optimizer.synchronize()
     return found, deferred
 

@@ -22,7 +22,7 @@ from hvd_pipe.tensorflow.keras.late_updates import (
     finish_step,
     interrupt_step,
     problem,
-    traced_with,
+    retrace_train_step,
 )
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
 from hvd_pipe.tensorflow.keras_patches import optimizers_of, trained_models
@@ -100,7 +100,7 @@ class PlanningCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def _trace_anew(self, wanted: list[bool]) -> None:
         """Have the next step traced, which then begins with the updates that are late."""
         if any(wanted):
-            traced_with(self.model, partial(_distributed, self.model))
+            retrace_train_step(self.model, partial(_distributed, self.model))
 
 
 class BroadcastGlobalVariablesCallback(PlanningCallback):

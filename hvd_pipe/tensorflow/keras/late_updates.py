@@ -143,8 +143,8 @@ class WatchedStep:
         return logs
 
 
-def traced_with(model: Any, optimizers: Callable[[], list[Any]]) -> None:
-    """Have a model's next step under ``fit`` traced anew, which begins with late updates."""
+def retrace_train_step(model: Any, optimizers: Callable[[], list[Any]]) -> None:
+    """Have ``fit`` trace its next step anew, which begins with the updates that are late."""
     attributes, plain = model.__dict__, model.train_step
     own = {"train_step": attributes["train_step"]} if "train_step" in attributes else {}
 
