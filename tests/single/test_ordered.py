@@ -281,7 +281,7 @@ class Job:
 
     def bucket(self, numel: int, exact: int = 0) -> tuple[torch.Tensor, ordered.OrderedMessage]:
         flat = torch.arange(float(numel))
-        name = f"{len(self.messages._made)}"
+        name = f"{len(self.messages._messages)}"
         return flat, self.messages.make(self.reduction, flat, name, exact)
 
 

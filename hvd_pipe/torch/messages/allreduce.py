@@ -48,9 +48,9 @@ class Feedback:
     """The residuals of error feedback, shared by messages that carry one gradient in turn."""
 
     sent: torch.Tensor
-    """Lost where this rank encoded its own values; float32, of the buffer's size."""
+    """What encoding this rank's values has lost; float32, of the buffer's size."""
     reduced: torch.Tensor
-    """Lost where it encoded the sums of its slice; the same, zero outside the slice."""
+    """What encoding the sums of its slice has lost; likewise, zero outside the slice."""
 
     @classmethod
     def of(cls, flat: torch.Tensor) -> Feedback:
@@ -68,8 +68,8 @@ class Message(abc.ABC):
     @property
     def residuals(self) -> dict[str, torch.Tensor]:
         """The residuals by their labels in a checkpoint, each of the buffer's size."""
-        kept = self.feedback
-        return {} if kept is None else {SENT: kept.sent, REDUCED: kept.reduced}
+        feedback = self.feedback
+        return {} if feedback is None else {SENT: feedback.sent, REDUCED: feedback.reduced}
 
     settled = False
     """Whether Horovod alone has written what `wait` has left in the buffer."""
@@ -88,7 +88,7 @@ class Message(abc.ABC):
         """Block until the buffer holds the reduced values; at once if nothing was launched."""
 
     def drop_foreign_residuals(self) -> None:  # noqa: B027 - most messages keep none
-        """Set to zero what `feedback` has of sums that other ranks encode."""
+        """Zero the residuals in `feedback` of sums that other ranks encode."""
 
     @abc.abstractmethod
     def meet(self) -> None:
@@ -109,7 +109,7 @@ class Reduction:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank has nobody to reduce with, or is no member of the process set."""
+        """Whether this rank is the only worker, or no member of the process set."""
         # Not size(): it waits for a lock that Horovod's own thread holds for most of each cycle
         # once process sets have been added, and a busy machine may give it none for minutes.
         return not self.process_set.included() or len(self.process_set.ranks) == 1
@@ -123,8 +123,8 @@ class Reduction:
         """What this rank scales its values by, so that their plain mean is the weighted one."""
         if self.alone or not self.weights:
             return 1.0
-        own = float(self.weights[self.process_set.rank()])
-        return own * len(self.weights) / sum(self.weights)
+        weight = float(self.weights[self.process_set.rank()])
+        return weight * len(self.weights) / sum(self.weights)
 
     def ratio(self, like: torch.Tensor) -> float:
         """Return the bytes that are sent over the bytes of a buffer of this dtype."""
@@ -182,7 +182,7 @@ def of_all_ranks(residuals: Residuals, reduction: Reduction, name: str) -> Resid
     if reduced is None or reduction.alone:
         return residuals
     plain = replace(reduction, op=Sum, compression=Compression.none)
-    whole = list(reduced)
+    summed = list(reduced)
     devices = sorted({tensor.device for tensor in reduced if tensor is not None}, key=str)
     for i, device in enumerate(devices):
         parts = {p: t for p, t in enumerate(reduced) if t is not None and t.device == device}
@@ -190,8 +190,8 @@ def of_all_ranks(residuals: Residuals, reduction: Reduction, name: str) -> Resid
         plain.reduce(flat, f"{name}.{i}")
         totals = torch.split(flat, [part.numel() for part in parts.values()])
         for (index, part), total in zip(parts.items(), totals, strict=True):
-            whole[index] = total.view(part.size())
-    return {**residuals, REDUCED: whole}
+            summed[index] = total.view(part.size())
+    return {**residuals, REDUCED: summed}
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
@@ -282,17 +282,17 @@ class CheckedMessage(Message):
         self._values = self._flat[: flat.numel() - exact]
         self._inner = inner(self._wire)
         self.feedback = self._inner.feedback
-        self._kept: torch.Tensor | None = None
+        self._snapshot: torch.Tensor | None = None
         self._launched = False
         self._changed: int | None = None
 
-    def keep(self) -> None:
-        """Take down the buffer as it is: from here on nobody may write to it."""
-        self._kept = self._values.clone()
+    def take_snapshot(self) -> None:
+        """Copy the buffer: from here on no code may write to it."""
+        self._snapshot = self._values.clone()
 
     def launch(self) -> None:
         self._compare()
-        self.keep()
+        self.take_snapshot()
         self._wire.copy_(self._flat)
         self._launched = True
         self._inner.launch()
@@ -307,7 +307,7 @@ class CheckedMessage(Message):
         self._launched = False
         self._inner.wait()
         self._compare()
-        self._kept = None
+        self._snapshot = None
         self._flat.copy_(self._wire)
         spoil(self._wire)
 
@@ -318,15 +318,15 @@ class CheckedMessage(Message):
         self._inner.meet()
 
     def take_changed(self) -> int | None:
-        """Return the first element that was changed since `keep`; a round ends with this."""
-        changed, self._changed, self._kept = self._changed, None, None
+        """Return the first element that was changed since the snapshot; this ends the round."""
+        changed, self._changed, self._snapshot = self._changed, None, None
         return changed
 
     def _compare(self) -> None:
-        if self._kept is None or self._changed is not None:
+        if self._snapshot is None or self._changed is not None:
             return
         # Bits, as NaN is not equal to itself.
-        before, now = self._kept.view(torch.uint8), self._values.view(torch.uint8)
+        before, now = self._snapshot.view(torch.uint8), self._values.view(torch.uint8)
         differing = (before != now).nonzero()
         if len(differing):
             self._changed = int(differing[0]) // self._values.element_size()

@@ -72,20 +72,20 @@ class Bucket:
         self.waiting = len(self.views)
         self.launched = False
         self._filled_version: int | None = None
-        made = partial(message, reduction, name=name, exact=extra, feedback=feedback)
-        self._checked = CheckedMessage(self.flat, extra, made) if check_mode.active.on else None
-        # The network writes through an alias, so that the version tells who else has written.
-        self.message: Message = self._checked or made(self.flat.data)
+        make = partial(message, reduction, name=name, exact=extra, feedback=feedback)
+        self._checked = CheckedMessage(self.flat, extra, make) if check_mode.active.on else None
+        # The network writes through an alias: a new version means that other code has written.
+        self.message: Message = self._checked or make(self.flat.data)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of such a buffer, each in its parameter's shape and memory format."""
         views, offset = [], 0
-        for each in self._parameters:
-            size, numel = each.size(), each.numel()
-            if each.is_contiguous() or not each.is_contiguous(memory_format=torch.channels_last):
+        for p in self._parameters:
+            size, numel = p.size(), p.numel()
+            if p.is_contiguous() or not p.is_contiguous(memory_format=torch.channels_last):
                 views.append(flat[offset : offset + numel].view(size))
             else:
-                views.append(flat.as_strided(size, each.stride(), offset))
+                views.append(flat.as_strided(size, p.stride(), offset))
             offset += numel
         return views
 
@@ -96,12 +96,12 @@ class Bucket:
             return False
         self._filled_version = self.flat._version
         if self._checked is not None:
-            self._checked.keep()
+            self._checked.take_snapshot()
         return True
 
     @property
     def touched(self) -> bool:
-        """Whether somebody has changed gradients in place since the bucket was full."""
+        """Whether code has changed gradients in place since the bucket was full."""
         return self._filled_version not in (None, self.flat._version)
 
     def take_changed(self) -> int | None:
@@ -153,10 +153,12 @@ class BucketSet:
         dense = [group for group in dense if group] or [[]]
         self.buckets: list[Bucket] = []
         for i, group in enumerate(dense):
-            name, own = f"{self._tag}.{i}", [self.parameters[index] for index in group]
+            name, parameters = f"{self._tag}.{i}", [self.parameters[index] for index in group]
             extra = COUNT if i == len(dense) - 1 else 0
             feedback = None if like is None else like.buckets[i].message.feedback
-            bucket = Bucket(name, own, self._reduction, extra, keep_local, feedback, message)
+            bucket = Bucket(
+                name, parameters, self._reduction, extra, keep_local, feedback, message
+            )
             self.buckets.append(bucket)
         self.slots: dict[int, tuple[Bucket, torch.Tensor]] = {
             index: (bucket, view)
@@ -173,7 +175,7 @@ class BucketSet:
         """Indices of the parameters that got no gradient in this round as they do not train."""
         self.as_dense: set[int] = set()
         """Indices of this round's gradients that are sparse, and travel as dense ones."""
-        self.flags = self._own = ControlFlags()
+        self.flags = self._local_flags = ControlFlags()
         """The means of all ranks' control flags, after a `wait`."""
         self._restored = False
         self.completed: list[int] = []
@@ -205,8 +207,8 @@ class BucketSet:
 
     @property
     def compares(self) -> bool:
-        """Whether this rank has told of what all ranks must compare after this round."""
-        return bool(self._own.changed or self._own.frozen)
+        """Whether this rank has reported what all ranks must compare after this round."""
+        return bool(self._local_flags.changed or self._local_flags.frozen)
 
     @property
     def is_whole(self) -> bool:
@@ -224,10 +226,10 @@ class BucketSet:
 
     # Architecture: G2
     def ready(self, index: int) -> None:
-        """Take a gradient; send its bucket if full, but for the last one, with the flags."""
+        """Register a gradient; send its bucket once full, but for the last one, with the flags."""
         sparse = self.sparse
         if not self.completed:
-            self._spoil_free()
+            self._poison_free()
         self.completed.append(index)
         gradient, slot = self.parameters[index].grad, self.slots.get(index)
         assert gradient is not None
@@ -261,7 +263,7 @@ class BucketSet:
             return
         elif gradient.requires_grad:
             view.copy_(gradient.detach())
-            return  # backward(create_graph=True): its graph stays for whoever asked for that
+            return  # backward(create_graph=True): keep the graph
         else:
             view.copy_(gradient)
         self.parameters[index].grad = self.shown(index)
@@ -283,8 +285,8 @@ class BucketSet:
                 shown[index] = parameter.grad = self.shown(index)
         return shown
 
-    def _spoil_free(self) -> None:
-        """Spoil what gradients of this round, which are elsewhere or still to come, overwrite."""
+    def _poison_free(self) -> None:
+        """Under checks, fill with NaN the views that gradients of this round will overwrite."""
         if not check_mode.active.on:
             return
         with torch._C.DisableTorchFunctionSubclass():  # others may be pending
@@ -305,7 +307,7 @@ class BucketSet:
         self.is_dropped = changes is not None and changes.are_all(self.completed)
         with torch._C.DisableTorchFunctionSubclass():  # what is not complete may be pending
             if not complete:
-                self._spoil_free()
+                self._poison_free()
             for index, (_, view) in self.slots.items():
                 if index not in complete:
                     parameter = self.parameters[index]
@@ -313,18 +315,18 @@ class BucketSet:
                         self.frozen.add(index)
                     self._fill(index, view, parameter.grad)
             self.sparse.flush()
-        found, froze = bool(self.sparse.found), self.frozen != self._last_frozen
-        self._own = replace(
+        self._local_flags = replace(
             flags or ControlFlags(),
-            sparse=float(found),
-            frozen=float(froze),
+            sparse=float(bool(self.sparse.unannounced)),
+            frozen=float(self.frozen != self._last_frozen),
             changed=float(changes is not None),
             early=float(self.is_early),
             whole=float(bool(complete)),
         )
         control = self.buckets[-1].control
-        told = torch.tensor(self._own.to_list(), dtype=control.dtype, pin_memory=control.is_cuda)
-        control.copy_(told, non_blocking=True)  # the host waits for no kernel
+        local = self._local_flags.to_list()
+        values = torch.tensor(local, dtype=control.dtype, pin_memory=control.is_cuda)
+        control.copy_(values, non_blocking=True)  # the host waits for no kernel
         self._last_frozen.clear()
         self._last_frozen.update(self.frozen)
         for bucket in self.buckets:
@@ -333,12 +335,12 @@ class BucketSet:
         self.is_flushed = True
 
     def _touched(self, complete: set[int]) -> str:
-        """Return what to tell of a gradient that was changed, unseen, while it travelled."""
+        """Return the failure to report where code has changed a gradient on the wire, or ""."""
         changes = self.changes or Changes()
         touched = [bucket for bucket in self.buckets if bucket.touched and not changes.failure]
         for index, (bucket, _) in self.slots.items() if touched else ():
-            told = index in changes.left or index in self.sparse.found
-            if bucket in touched and index in complete and not told:
+            is_reported = index in changes.left or index in self.sparse.unannounced
+            if bucket in touched and index in complete and not is_reported:
                 return (
                     f"the gradient of {self._names[index]!r} (or one beside it) was changed while "
                     "it was being sent, by code that torch's Python does not see (call "
@@ -375,7 +377,7 @@ class BucketSet:
             raise
 
     def _compare(self, changes: Changes, sent: Sequence[int]) -> None:
-        """Compare what ranks have told of a round, before any weight moves."""
+        """Compare what ranks have reported of a round, before any weight moves."""
         if self.flags.changed != 0.0:
             self.flags.check_changed(self._reduction.workers)
             process_set = self._reduction.process_set if self.all_present else None
@@ -393,16 +395,16 @@ class BucketSet:
             refuse_changed(names, f"{self._tag}.changed", self._reduction.process_set)
 
     def mean_flags(self) -> ControlFlags:
-        """Read the flags of all ranks from the reduced buckets; a rank alone knows its own."""
+        """Return the means of all ranks' flags, as the reduced buckets have them."""
         if self._reduction.alone:
-            return self._own
+            return self._local_flags
         last = self.buckets[-1]
         flags = host_values(last.control, settled=last.message.settled and not self._restored)
         weight = 1.0 if self._reduction.op == Average else float(self._reduction.workers)
         return ControlFlags(*(flag / weight for flag in flags))
 
     def discard(self) -> None:
-        """Drop a round that is not complete, and its residuals, once what has left has arrived."""
+        """Drop a round that is not complete, and its residuals, once its messages have arrived."""
         for bucket in self.buckets:
             bucket.wait()
             bucket.take_changed()
@@ -430,7 +432,7 @@ class BucketSet:
 
     # Architecture: G10
     def bind_gradients(self, shown_in: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Make gradients what is to be applied, none where nothing is; this ends the round."""
+        """Set each ``p.grad`` to what is to be applied, or to None; this ends the round."""
         shown_in = shown_in or {}
         for index in self.slots:
             self._bind(index, shown_in.get(index))
@@ -440,7 +442,7 @@ class BucketSet:
         self.end_round()
 
     def bind_some(self, shown: Mapping[int, torch.Tensor]) -> None:
-        """Make gradients that have arrived, by index, what is to be applied; see `shown`."""
+        """Set ``p.grad`` to the gradients that have arrived, by index; see `shown`."""
         unusual = self.is_dropped or self.frozen or self._left or self.as_dense
         for index, gradient in shown.items():
             if unusual or gradient.data_ptr() != self._places[index]:
@@ -460,24 +462,24 @@ class BucketSet:
             gradient = self.shown(index)
             if shown_in is not None:
                 gradient = _in_place_of(shown_in, gradient)
-        if gradient is None and shown_in is not None:  # whoever has it meets what is applied
+        if gradient is None and shown_in is not None:  # the script holds it, and zeros are applied
             shown_in.data = torch.zeros_like(shown_in.data)
         self.parameters[index].grad = gradient
 
     def end_round(self) -> None:
-        """Forget what was unusual about the gradients of this round: they have been applied."""
+        """Reset what was recorded about the gradients of this round: they have been applied."""
         self._left, self.is_dropped = {}, False
         self.as_dense.clear()
         self.frozen.clear()
         self.sparse.gathered = {}
 
     def forget_flags(self) -> None:
-        """Forget what was told in a round that is undone: other gradients take its place."""
+        """Reset the flags of a round that is undone: other gradients take its place."""
         self.buckets[-1].control.zero_()
-        self._own, self._restored = ControlFlags(), True
+        self._local_flags, self._restored = ControlFlags(), True
 
     def copy_in(self) -> None:
-        """Take dense gradients over from wherever they are, their values unchanged."""
+        """Copy dense gradients into these buckets, from wherever ``p.grad`` has them."""
         for index, (_, view) in self.slots.items():
             gradient = self.parameters[index].grad
             if gradient is not None and not gradient.is_sparse:
@@ -485,7 +487,7 @@ class BucketSet:
 
 
 def _in_place_of(held: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that somebody holds, with this gradient in it; or the gradient."""
+    """Put the gradient into a tensor that the script holds, and return that; else the gradient."""
     if held is None or held is gradient:
         return gradient
     if held.is_sparse == gradient.is_sparse:
@@ -514,59 +516,59 @@ class SparseGradients:
         self._parameters, self._reduction, self._tag = parameters, reduction, tag
         self.known = known
         self._gathers: dict[int, _Gather] = {}
-        self.found: dict[int, torch.Tensor] = {}
-        """This rank's gradients of which the others do not know, by index."""
+        self.unannounced: dict[int, torch.Tensor] = {}
+        """This rank's gradients that other ranks do not know to be sparse, by index."""
         self.gathered: dict[int, torch.Tensor] = {}
         """The reduced gradients, by index."""
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take a gradient of this rank; send it if the others know of it."""
+        """Register a gradient of this rank; send it if all ranks know it to be sparse."""
         if index in (self.known or ()):
             self._send(index, gradient)
         else:
-            self.found[index] = gradient.detach()  # whoever holds it is shown something else
+            self.unannounced[index] = gradient.detach()  # p.grad becomes another tensor
 
     def flush(self) -> None:
-        """Take part in all gathers that are known of."""
+        """Take part in the gathers of all gradients that are known to be sparse."""
         for index in sorted(self.known or ()):
             if index not in self._gathers:
                 self._send(index, None)
 
     def agree(self) -> None:
-        """Gather what some rank has found; all ranks call this in the same round."""
+        """Gather gradients that some rank has found sparse; all ranks call this together."""
         if self.known is None:
             return
-        found = sorted(index for index in self.found if index not in self._gathers)
-        lists = gather(found, f"{self._tag}.sparse", self._reduction.process_set)
-        indices = sorted({index for one in lists for index in one})
+        unannounced = sorted(index for index in self.unannounced if index not in self._gathers)
+        lists = gather(unannounced, f"{self._tag}.sparse", self._reduction.process_set)
+        indices = sorted(set[int]().union(*lists))
         for index in indices:
-            self._send(index, self.found.get(index))
+            self._send(index, self.unannounced.get(index))
         self.known.update(indices)
-        self.found.clear()
+        self.unannounced.clear()
 
     def end_round(self) -> None:
         """Forget what was sent, and be ready for the next round."""
         self._gathers.clear()
 
     def clear(self) -> None:
-        """Forget the round; all has arrived."""
-        for kept in (self._gathers, self.gathered, self.found):
-            kept.clear()
+        """Drop the round; all has arrived."""
+        for gradients in (self._gathers, self.gathered, self.unannounced):
+            gradients.clear()
 
     def _send(self, index: int, gradient: torch.Tensor | None) -> None:
         """Start to gather a gradient; a rank that has none takes part with no entries."""
-        own = _sparse(self._parameters[index], gradient).coalesce()
-        parts = [own.indices().t().contiguous(), own.values().contiguous()]
-        self._gathers[index] = gathering = _Gather(own.size(), own.dtype, parts)
+        local = _sparse(self._parameters[index], gradient).coalesce()
+        parts = [local.indices().t().contiguous(), local.values().contiguous()]
+        self._gathers[index] = gathering = _Gather(local.size(), local.dtype, parts)
         reduction, name = self._reduction, f"{self._tag}.sparse.{index}"
         if reduction.alone:
             return
         check_mode.active.delay()
         begun = timeline.active.now()
-        for part, what in zip(parts, ("indices", "values"), strict=True):
+        for part, label in zip(parts, ("indices", "values"), strict=True):
             with pending.explaining():
                 handle = allgather_async(
-                    sendable(part), f"{name}.{what}", process_set=reduction.process_set
+                    sendable(part), f"{name}.{label}", process_set=reduction.process_set
                 )
             gathering.handles.append(pending.sent(handle))
             # An all-gather moves half of what an all-reduce of the gathered bytes would.
@@ -629,8 +631,8 @@ def own_gradients_of(buckets: BucketSet) -> list[torch.Tensor | None]:
     """Return this rank's own gradients of the round in flight, where they are kept."""
     gradients: list[torch.Tensor | None] = [None] * len(buckets.parameters)
     for group, bucket in zip(buckets.groups, buckets.buckets, strict=True):
-        for index, own in zip(group, bucket.local, strict=False):
-            gradients[index] = own
+        for index, local in zip(group, bucket.local, strict=False):
+            gradients[index] = local
     return gradients
 
 
@@ -663,7 +665,7 @@ def residuals_of(buckets: BucketSet) -> Residuals:
 def restore_residuals(
     buckets: BucketSet, residuals: Mapping[str, Sequence[torch.Tensor | None]]
 ) -> None:
-    """Take up what `residuals_of` returned, in these buckets or in others of the same ranks."""
+    """Restore what `residuals_of` returned, from these buckets or others of the same ranks."""
     for group, bucket in zip(buckets.groups, buckets.buckets, strict=True):
         for label, flat in bucket.message.residuals.items():
             for index, view in zip(group, bucket.views_of(flat), strict=True):

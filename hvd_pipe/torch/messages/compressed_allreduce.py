@@ -104,7 +104,7 @@ class CompressedAllReduce(Message):
         self._phases = self._carry()
         self._operation = timeline.active.launched(self._name, workers * self._row_bytes)
         pending.operations.add(self.done)
-        communication_thread.take(self)
+        communication_thread.submit(self)
 
     @property
     def arrived(self) -> bool:
@@ -126,9 +126,9 @@ class CompressedAllReduce(Message):
     def drop_foreign_residuals(self) -> None:
         if self.feedback is None or self._reduction.alone:
             return
-        own = self._slices[self._reduction.process_set.rank()]
-        self.feedback.reduced[: own.start].zero_()
-        self.feedback.reduced[own.stop :].zero_()
+        own_slice = self._slices[self._reduction.process_set.rank()]
+        self.feedback.reduced[: own_slice.start].zero_()
+        self.feedback.reduced[own_slice.stop :].zero_()
 
     def meet(self) -> None:
         if self._reduction.alone:
@@ -193,11 +193,11 @@ class CompressedAllReduce(Message):
                 tensor.record_stream(stream)
         rows = self._encode()
         received, _ = yield alltoall_async(rows, name=self._name, process_set=process_set)
-        _take_from_horovod(received)
+        _adopt_from_horovod(received)
         words, reply = self._sum_words(received), self._sum_own(received)
         reply_name = f"{self._name}.reduced"
         gathered = yield allgather_async(reply, name=reply_name, process_set=process_set)
-        _take_from_horovod(gathered)
+        _adopt_from_horovod(gathered)
         for row, part in zip(gathered, self._slices, strict=True):
             values = self._values[part]
             self._codec.decode(self._code(row, values), values)
@@ -282,8 +282,8 @@ def message_for(
     plain = replace(reduction, compression=Compression.none, weights=())
     if not values.numel():
         return message_for(plain, words, name, exact)
-    apart = message_for(plain, words, f"{name}.words", exact)
-    return InTwo(AllReduce(reduction, values, name), apart)
+    words_message = message_for(plain, words, f"{name}.words", exact)
+    return InTwo(AllReduce(reduction, values, name), words_message)
 
 
 def _slices(numel: int, workers: int, chunk: int) -> list[slice]:
@@ -326,7 +326,7 @@ def _check(
             )
 
 
-def _take_from_horovod(tensor: torch.Tensor) -> None:
+def _adopt_from_horovod(tensor: torch.Tensor) -> None:
     """Let this thread's stream use what Horovod's thread has allocated, once it is there."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -339,11 +339,11 @@ class CommunicationThread:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._queue: list[CompressedAllReduce] = []
-        self._moving: list[CompressedAllReduce] = []
+        self._active: list[CompressedAllReduce] = []
         self._halting = False
         self._thread: threading.Thread | None = None
 
-    def take(self, message: CompressedAllReduce) -> None:
+    def submit(self, message: CompressedAllReduce) -> None:
         """Advance a message to its end; returns at once."""
         with self._changed:
             self._queue.append(message)
@@ -361,9 +361,9 @@ class CommunicationThread:
             self._halting = True
             self._changed.notify()
         thread.join()
-        for message in (*self._queue, *self._moving):
+        for message in (*self._queue, *self._active):
             message.end(HvdPipeError("Horovod was shut down while this message was in flight."))
-        self._queue, self._moving = [], []
+        self._queue, self._active = [], []
         self._thread, self._halting = None, False
 
     def _run(self) -> None:
@@ -371,20 +371,20 @@ class CommunicationThread:
         while True:
             with self._changed:
                 if not (busy or self._queue or self._halting):
-                    self._changed.wait(POLL_S if self._moving else None)
+                    self._changed.wait(POLL_S if self._active else None)
                 if self._halting:
                     return
                 queue, self._queue = self._queue, []
-            self._moving += [message for message in queue if message.advance()]
+            self._active += [message for message in queue if message.advance()]
             busy = self._advance_one()
 
     def _advance_one(self) -> bool:
         """Take one message into its next phase, so that new ones wait for no more than that."""
         older: set[Feedback] = set()
-        for message in self._moving:
+        for message in self._active:
             if message.feedback not in older and message.ready():
                 if not message.advance():
-                    self._moving.remove(message)
+                    self._active.remove(message)
                 return True
             if message.feedback is not None:
                 older.add(message.feedback)

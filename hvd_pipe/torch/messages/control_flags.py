@@ -1,15 +1,15 @@
-"""Control flags: what every rank tells all others in each round, without another message.
+"""Control flags: what every rank reports to all others in each round, without another message.
 
 The bucket that is sent last ends in one element a flag. A rank sends zeros and ones, and reads
 their means over the ranks.
 
-`drains` and `stepped` tell ranks that have gone apart from ranks that have unlike data. A rank
+`drains` and `stepped` distinguish ranks that have gone apart from ranks with unlike data. A rank
 that drains alone makes no step after that round, where the others do; in the next round all ranks
 know.
 
-`changed` tells that a rank did to gradients, between ``backward()`` and ``step()``, what makes
-replicas differ where one rank alone does it. All ranks compare their `Changes` after that round,
-before any weight moves::
+`changed` reports that a rank has changed gradients between ``backward()`` and ``step()`` in a way
+that makes replicas differ where one rank alone does it. All ranks compare their `Changes` after
+that round, before any weight moves::
 
     the backward pass raised               its gradients are not whole
     code that Python does not see wrote    so are these
@@ -38,14 +38,14 @@ _log = logging.getLogger("hvd_pipe")
 
 @dataclass(frozen=True)
 class ControlFlags:
-    """What one rank tells (zeros and ones), or the means of what all ranks have told."""
+    """The flags of one rank (zeros and ones), or their means over all ranks."""
 
     reordered: float = 0.0
     """Its gradients keep coming in another order than planned."""
     present: float = 1.0
     """It takes part. A rank that has left by ``hvd.join()`` sends zeros, here too."""
     sparse: float = 0.0
-    """It has found a sparse gradient where none was known of."""
+    """It has a sparse gradient that was not known to be sparse."""
     frozen: float = 0.0
     """Other parameters are frozen on it than in the round before."""
     drains: float = 0.0
@@ -94,9 +94,9 @@ class ControlFlags:
         return self.early != 0.0 and self.whole != 0.0
 
     def are_unlike(self, workers: int) -> bool:
-        """Whether ranks compare something, or are told, before any weight moves."""
-        told = self.changed != 0.0 or self.frozen != 0.0 or self.unlike_passes
-        return told or self.some_stepped(workers)
+        """Whether ranks have to compare something, or to raise, before any weight moves."""
+        compares = self.changed != 0.0 or self.frozen != 0.0 or self.unlike_passes
+        return compares or self.some_stepped(workers)
 
     def _divided(self, mean: float, workers: int) -> bool:
         half = 0.5 / workers
@@ -108,7 +108,7 @@ COUNT = len(fields(ControlFlags))
 
 @dataclass(frozen=True)
 class Changes:
-    """What became of a round's gradients: ``left`` is in ``p.grad`` in place of those sent."""
+    """What changed a round's gradients: ``left`` is in ``p.grad`` in place of those sent."""
 
     failure: str = ""
     left: dict[int, torch.Tensor | None] = field(default_factory=dict)
@@ -129,28 +129,29 @@ class Changes:
         """Return whether all is to be dropped, or raise on every rank; all ranks call this."""
         cleared = [names[i] for i, gradient in sorted(self.left.items()) if gradient is None]
         replaced = [names[i] for i, gradient in sorted(self.left.items()) if gradient is not None]
-        mine: list[Any] = [self.failure, cleared, replaced, self.are_all(sent)]
+        local_report: list[Any] = [self.failure, cleared, replaced, self.are_all(sent)]
         if process_set is None:
-            everyone: dict[int, Any] = {rank(): mine}
+            everyone: dict[int, Any] = {rank(): local_report}
         else:
-            mine = mine if sent or self.failure else []
-            gathered = gather(mine, f"{tag}.changes", process_set)
+            local_report = local_report if sent or self.failure else []
+            gathered = gather(local_report, f"{tag}.changes", process_set)
             everyone = dict(zip(members(process_set), gathered, strict=False))
-        told = {each: what for each, what in everyone.items() if what}
-        failed = {each: what[0] for each, what in told.items() if what[0]}
-        if failed and (len(failed) < len(everyone) or set(failed.values()) != {RAISED}):
-            failure = next(iter(failed.values()))
+        reports = {worker: report for worker, report in everyone.items() if report}
+        failures = {worker: report[0] for worker, report in reports.items() if report[0]}
+        if failures and (len(failures) < len(everyone) or set(failures.values()) != {RAISED}):
+            failure = next(iter(failures.values()))
+            ranks = [worker for worker in failures if failures[worker] == failure]
             raise RanksDisagreeError(
-                f"{failure} on {_ranks([each for each in failed if failed[each] == failure])}: no "
+                f"{failure} on {_ranks(ranks)}: no "
                 "rank has applied this step's gradients, as they are not whole. Go on with the "
                 "next step on every rank: zero_grad(), then the next batch."
             )
-        if failed:
+        if failures:
             _log.warning("backward() raised on every rank: step() has applied no gradient")
-        if all(what[-1] for what in told.values()):
+        if all(report[-1] for report in reports.values()):
             return True
-        first = next(iter(told.values()))
-        if all(what == first for what in told.values()):
+        first = next(iter(reports.values()))
+        if all(report == first for report in reports.values()):
             if replaced and self.refused:
                 raise HvdPipeError(
                     f"the gradient of {replaced[0]!r} was replaced by another tensor after "
@@ -159,13 +160,13 @@ class Changes:
                 )
             return False
         for place, did in ((1, "cleared"), (2, "replaced by another tensor")):
-            found = {name for each in told.values() for name in each[place]}
-            for name in sorted(found, key=list(names).index):
-                those = [rank for rank, each in told.items() if name in each[place]]
-                if len(those) < len(told):
+            listed = {name for report in reports.values() for name in report[place]}
+            for name in sorted(listed, key=list(names).index):
+                ranks = [worker for worker, report in reports.items() if name in report[place]]
+                if len(ranks) < len(reports):
                     raise RanksDisagreeError(
                         f"the gradient of {name!r} was {did} after backward() and before step() "
-                        f"on {_ranks(those)}, and not on all ranks: no rank has applied this "
+                        f"on {_ranks(ranks)}, and not on all ranks: no rank has applied this "
                         "step's gradients. Do the same on every rank."
                     )
         raise RanksDisagreeError(

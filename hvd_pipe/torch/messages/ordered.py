@@ -41,21 +41,21 @@ class Sender:
         self.messages, self._device = messages, device
         self._changed = threading.Condition()
         self._ready: dict[int, torch.cuda.Event | None] = {}
-        self._left = 0
-        self._flying: list[int] = []
+        self._next = 0
+        self._pending: list[int] = []
         self._done: set[int] = set()
         self._waited: set[int] = set()
         self._error: BaseException | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
         self._sent: dict[int, float] = {}
-        self._free = 0.0
+        self._link_free = 0.0
         self.seconds: dict[int, float] = {}
         """By place, the least time of all rounds that a message has kept the link busy."""
         _running.add(self)
 
     def ready(self, place: int) -> None:
-        """Let the message at this place of the order leave, once those before it have left."""
+        """Let the message at this place of the order leave after those before it."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.current_stream(self._device).record_event()
@@ -88,10 +88,10 @@ class Sender:
                 self._ready.clear()
                 self._done.clear()
                 self._waited.clear()
-                self._left = 0
+                self._next = 0
 
     def close(self) -> None:
-        """End the thread; what has not left stays."""
+        """End the thread; messages that have not left are not sent."""
         thread = self._thread
         with self._changed:
             self._closed = True
@@ -117,13 +117,13 @@ class Sender:
 
     # Architecture: F2
     def _advance(self) -> bool:
-        """Send the next message, or note what has arrived; False where all are on their way."""
+        """Send the next message, or record arrivals; return whether there was either."""
         with self._changed:
-            while not (self._closed or self._flying or self._left in self._ready):
+            while not (self._closed or self._pending or self._next in self._ready):
                 self._changed.wait()
             leaves = self._may_send()
-            place = self._left
-            self._left += leaves
+            place = self._next
+            self._next += leaves
         if self._closed:
             return True
         if leaves:
@@ -132,11 +132,11 @@ class Sender:
                 torch.cuda.current_stream(self._device).wait_event(event)
             self._sent[place] = time.monotonic()
             self.messages[place].launch()
-            self._flying.append(place)
+            self._pending.append(place)
             return True
-        arrived = [place for place in self._flying if self.messages[place].arrived]
+        arrived = [place for place in self._pending if self.messages[place].arrived]
         for place in arrived:
-            self._flying.remove(place)
+            self._pending.remove(place)
         if arrived:
             self._note_seconds(arrived)
             with self._changed:
@@ -145,9 +145,9 @@ class Sender:
         return bool(arrived)
 
     def _sleep_until_due(self) -> bool:
-        """Sleep for most of what the first message takes at least, so as not to poll meanwhile."""
-        place = self._flying[0]
-        begun = max(self._free, self._sent[place])
+        """Sleep for most of the least time of the first message, instead of polling."""
+        place = self._pending[0]
+        begun = max(self._link_free, self._sent[place])
         left = begun + self.seconds.get(place, 0.0) - time.monotonic()
         if left < LEAST_SLEEP_S:
             return False
@@ -157,13 +157,13 @@ class Sender:
         return True
 
     def _may_send(self) -> bool:
-        return self._left in self._ready and len(self._flying) < IN_FLIGHT
+        return self._next in self._ready and len(self._pending) < IN_FLIGHT
 
     def _note_seconds(self, places: Sequence[int]) -> None:
-        """Note how long the link was busy; messages that are found together share it."""
+        """Record how long the link was busy; messages that arrive together share that time."""
         now = time.monotonic()
-        begun = max(self._free, min(self._sent.pop(place) for place in places))
-        self._free, busy = now, (now - begun) / len(places)
+        begun = max(self._link_free, min(self._sent.pop(place) for place in places))
+        self._link_free, busy = now, (now - begun) / len(places)
         for place in places:
             self.seconds[place] = min(busy, self.seconds.get(place, busy))
 
@@ -173,7 +173,7 @@ class OrderedMessages:
 
     def __init__(self, order: Sequence[int]) -> None:
         self._order = order
-        self._made: list[OrderedMessage] = []
+        self._messages: list[OrderedMessage] = []
         self._sender: Sender | None = None
 
     def make(
@@ -186,7 +186,7 @@ class OrderedMessages:
     ) -> OrderedMessage:
         """Return the message of the next bucket; what is ``exact`` travels with the last piece."""
         values = flat.numel() - exact
-        count = min(self._order.count(len(self._made)), max(values, 1))
+        count = min(self._order.count(len(self._messages)), max(values, 1))
         codec = codec_for(reduction.compression, flat.dtype)
         if feedback is None and codec is not None and codec.error_feedback:
             feedback = Feedback.of(flat)
@@ -195,26 +195,26 @@ class OrderedMessages:
         for i in range(count):
             last, end = i == count - 1, round(values * (i + 1) / count)
             part = slice(start, end + exact if last else end)
-            own = feedback and Feedback(feedback.sent[part], feedback.reduced[part])
+            piece_feedback = feedback and Feedback(feedback.sent[part], feedback.reduced[part])
             label = name if count == 1 else f"{name}-{i}"
-            piece = message_for(reduction, flat[part], label, exact if last else 0, own)
+            piece = message_for(reduction, flat[part], label, exact if last else 0, piece_feedback)
             message.pieces.append(piece)
             message.sizes.append((end - start) * flat.element_size())
             start = end
-        self._made.append(message)
+        self._messages.append(message)
         return message
 
     @property
     def sender(self) -> Sender:
-        """What sends them; by its first use, all have been made."""
+        """The sender of all messages, which must have been made before its first use."""
         if self._sender is None:
-            left = [list(message.pieces) for message in self._made]
+            unplaced = [list(message.pieces) for message in self._messages]
             messages: list[Message] = []
             for bucket in self._order:
-                if left[bucket]:
-                    self._made[bucket].places.append(len(messages))
-                    messages.append(left[bucket].pop(0))
-            self._sender = Sender(messages, self._made[-1].device)
+                if unplaced[bucket]:
+                    self._messages[bucket].places.append(len(messages))
+                    messages.append(unplaced[bucket].pop(0))
+            self._sender = Sender(messages, self._messages[-1].device)
             weakref.finalize(self, self._sender.close)
         return self._sender
 
@@ -223,7 +223,7 @@ class OrderedMessages:
         seconds = {} if self._sender is None else self._sender.seconds
         return [
             (size, seconds[place])
-            for message in self._made
+            for message in self._messages
             for place, size in zip(message.places, message.sizes, strict=False)
             if place in seconds
         ]

@@ -40,7 +40,7 @@ PATIENCE_S = 30.0
 
 _handles: set[int] = set()
 operations: set[threading.Event] = set()
-"""The ends of operations of several messages that nobody has waited for."""
+"""Events that end operations of several messages that were not waited for."""
 _endings: list[Callable[[], None]] = []
 
 
@@ -59,11 +59,11 @@ def wait(handle: int) -> Any:
             _sleep_until_arrived(handle)
             return _synchronize(handle)
     except HorovodInternalError as error:
-        apart = error if _MISMATCH in str(error) else _gone_apart()
+        mismatch = error if _MISMATCH in str(error) else _unraised_mismatch()
         forget()
-        if apart is None:
+        if mismatch is None:
             raise
-        raise HvdPipeError(_APART.format(apart)) from apart
+        raise HvdPipeError(_APART.format(mismatch)) from mismatch
 
 
 def has_arrived(handle: int) -> bool:
@@ -76,19 +76,19 @@ def has_arrived(handle: int) -> bool:
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """Say why a message cannot be sent, where ranks have gone apart and nobody has heard it."""
+    """Raise why a message cannot be sent, where ranks have gone apart."""
     try:
         yield
     except (HorovodInternalError, ValueError):
-        apart = _gone_apart()
-        if apart is not None:
-            raise HvdPipeError(_APART.format(apart)) from apart
+        mismatch = _unraised_mismatch()
+        if mismatch is not None:
+            raise HvdPipeError(_APART.format(mismatch)) from mismatch
         with shutdown_is_told():
             raise
 
 
-def _gone_apart() -> HorovodInternalError | None:
-    """Return what Horovod has said of ranks that have gone apart, if nobody has heard it yet."""
+def _unraised_mismatch() -> HorovodInternalError | None:
+    """Return Horovod's error for ranks that have gone apart, if it has not been raised yet."""
     for handle in () if is_elastic() else tuple(_handles):
         if poll(handle):
             _handles.discard(handle)
@@ -118,12 +118,12 @@ def _sleep_until_arrived(handle: int) -> None:
 
 
 def known() -> tuple[int, ...]:
-    """Return the numbers of all messages that nobody has waited for, also users' own."""
+    """Return the handles of all messages that were not waited for, also users' own."""
     return tuple(mpi_ops._handle_map)
 
 
 def forget() -> None:
-    """Wait for nothing that was sent: after a failure it may never arrive."""
+    """Forget all that was sent: after a failure it may never arrive."""
     _handles.clear()
     operations.clear()
 
@@ -168,15 +168,15 @@ def side_stream(device: torch.device, reads: bool = False) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def done_is_done() -> bool:
-    """Whether what Horovod reports as done is there for every stream."""
+def done_on_all_streams() -> bool:
+    """Return whether every stream may read what Horovod reports as done."""
     later = os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") != "0"
     return bool(mpi_ops.nccl_built()) and not later
 
 
 def follow_horovod(tensor: torch.Tensor) -> None:
     """Let this thread's stream wait until a tensor of a message that is done has its content."""
-    if tensor.is_cuda and not done_is_done():
+    if tensor.is_cuda and not done_on_all_streams():
         stream = torch.cuda.current_stream(tensor.device)
         stream.wait_stream(torch.cuda.default_stream(tensor.device))
 
@@ -186,7 +186,7 @@ def host_values(tensor: torch.Tensor, settled: bool) -> list[float]:
     if not tensor.is_cuda:
         return [float(value) for value in tensor.tolist()]
     stream = side_stream(tensor.device, reads=True)
-    if not (settled and done_is_done()):
+    if not (settled and done_on_all_streams()):
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):
         return [float(value) for value in tensor.tolist()]
