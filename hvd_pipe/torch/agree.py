@@ -41,10 +41,10 @@ def largest(values: Sequence[float], name: str, process_set: ProcessSet) -> list
 def make_tuner(
     tag: str, process_set: ProcessSet, begin: int = 0, timed: int = TRIAL_STEPS
 ) -> Tuner:
-    """Return what tries plans on these ranks."""
-    seen = partial(largest, name=f"{tag}.seen", process_set=process_set)
+    """Return a tuner over these ranks, which tries plans."""
+    slowest = partial(largest, name=f"{tag}.seen", process_set=process_set)
     plan = partial(found_by_first, name=f"{tag}.plan", process_set=process_set)
-    return Tuner(seen, plan, begin, timed)
+    return Tuner(slowest, plan, begin, timed)
 
 
 @shutdown_is_told()
@@ -61,8 +61,8 @@ def agree_on_clock(process_set: ProcessSet) -> timeline.Clock:
 # `runtime.check_mode` for torch: NaN in free buffers, and equal replicas.
 
 
-def spoil(*tensors: torch.Tensor | None) -> None:
-    """Fill buffers that hold nothing of use with NaN (bytes with ones), if checks are on."""
+def poison(*tensors: torch.Tensor | None) -> None:
+    """Fill buffers that hold nothing of use with NaN (bytes with 255), if checks are on."""
     if not check_mode.active.on:
         return
     for tensor in tensors:
@@ -79,18 +79,18 @@ def compare_replicas(
     tag: str,
 ) -> None:
     """Raise on every rank unless all have the same weights and gradients; all ranks come here."""
-    found: list[tuple[str, torch.Tensor | None]] = []
-    for what, tensors in (("weight", weights), ("gradient", gradients)):
+    labelled: list[tuple[str, torch.Tensor | None]] = []
+    for kind, tensors in (("weight", weights), ("gradient", gradients)):
         pairs = zip(names, tensors, strict=False)
-        found += [(f"the {what} of {name!r}", tensor) for name, tensor in pairs]
+        labelled += [(f"the {kind} of {name!r}", tensor) for name, tensor in pairs]
 
     def detail(index: int) -> str:
-        tensor = found[index][1]
+        tensor = labelled[index][1]
         if tensor is None:
             return "none"
         return f"checksum {_checksum(tensor)}, norm {float(tensor.detach().double().norm()):.9g}"
 
-    lines = [(label, _checksum(tensor)) for label, tensor in found]
+    lines = [(label, _checksum(tensor)) for label, tensor in labelled]
     name = f"{tag}.replicas"
     check_mode.compare(lines, detail, when, gather, name, process_set)
 

@@ -1,9 +1,9 @@
 """Gradients of a scaled loss: what ``torch.amp.GradScaler`` leaves to the optimizer.
 
-Each rank alone would find another overflow. But a gradient that is on its way is pending: the
-function by which GradScaler looks at all gradients reads their averages, which overflow on all
-ranks or on none. Gradients that stay local (CoCoD) may overflow on one rank alone: it leaves its
-local step out, and counts it.
+Local gradients may overflow on one rank alone. But gradients that are being averaged are pending:
+the function by which GradScaler checks them reads their averages, which overflow on all ranks or
+on none. Where gradients stay local (CoCoD), a rank with an overflow leaves its local step out, and
+counts it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_loss_scale(loss_scale: float | None) -> None:
 
 
 def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a gradient scaler is calling ``step()``: it has left its findings here."""
+    """Return whether a gradient scaler is calling ``step()``: it has set ``found_inf`` before."""
     return "found_inf" in optimizer.__dict__
 
 
@@ -41,11 +41,11 @@ def scale_of(optimizer: torch.optim.Optimizer, func: Any, args: tuple[Any, ...])
 
 
 def note_scale(scale: float, engine: Engine) -> None:
-    """Take the scale by which the user divides gradients; Pipe-SGD's may have another."""
+    """Record the scale by which the user divides gradients; Pipe-SGD's may have another one."""
     engine.note_scale(scale)
-    due = engine.gradient_scale
-    if due is not None and due != scale:
-        unscale(engine.settings.parameters, due / scale)
+    gradient_scale = engine.gradient_scale
+    if gradient_scale is not None and gradient_scale != scale:
+        unscale(engine.settings.parameters, gradient_scale / scale)
 
 
 def unscale_in_step(optimizer: torch.optim.Optimizer, engine: Engine, given: float | None) -> bool:
@@ -64,8 +64,8 @@ def unscale_in_step(optimizer: torch.optim.Optimizer, engine: Engine, given: flo
     if float(found_inf) != 0.0:
         return False
     if scale is not None:
-        due = engine.gradient_scale
-        unscale(engine.settings.parameters, float(scale) if due is None else due)
+        own_scale = engine.gradient_scale
+        unscale(engine.settings.parameters, float(scale) if own_scale is None else own_scale)
     return True
 
 

@@ -1,6 +1,6 @@
 """Check what `DistributedOptimizer` was given, on this rank and against all others.
 
-What is found good is put into the terms of the engines.
+`Checked` has the arguments in the terms of the engines.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Arguments(arguments.Arguments):
             indices = range(len(parameters))
             frozen = owned_by(optimizer)
             lists = arguments.user_groups(self.groups, parameters, indices, frozen, self.noun)
-            groups = [same for group in lists for same in settings.index.dtype_groups(group)]
+            groups = [part for group in lists for part in settings.index.dtype_groups(group)]
             settings = dataclasses.replace(settings, groups=groups)
         candidates: tuple[Method, ...] = ()
         left_out: dict[str, str] = {}
@@ -107,7 +107,7 @@ class Arguments(arguments.Arguments):
         # Adasum weighs updates tensor by tensor: nothing can be merged, delayed or quantised.
         workers = len(members(self.process_set))
         options = f"strategy={strategy.name!r} with its options"
-        for wrong, what, fix in (
+        for is_wrong, subject, fix in (
             (strategy != MergedGradient(), options, "'merged-gradient' as it is"),
             (self.groups is not None, "groups", "groups=None"),
             (isinstance(self.compression, Codec), f"{self.compression}", "hvd.Compression.fp16"),
@@ -116,15 +116,15 @@ class Arguments(arguments.Arguments):
             (workers & (workers - 1) != 0, f"{workers} workers", "a power of two"),
             (not mpi_ops.mpi_enabled(), "a job without MPI", "horovodrun --mpi"),
         ):
-            if wrong:
+            if is_wrong:
                 raise ValueError(
-                    f"op=hvd.Adasum does not go with {what}: use {fix}, or op=hvd.Average."
+                    f"op=hvd.Adasum does not go with {subject}: use {fix}, or op=hvd.Average."
                 )
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Arguments that were found good on this rank."""
+    """Arguments that are valid on this rank."""
 
     arguments: Arguments
     settings: Settings
@@ -138,7 +138,7 @@ class Checked:
     """By name, what it was allowed and why it may not."""
 
     def describe(self) -> Description:
-        """Say in lines what this rank is about to do; all ranks must say the same."""
+        """Describe in lines what all ranks must have alike."""
         settings = self.settings
         named = dict(zip(settings.names, settings.parameters, strict=True))
         return [

@@ -59,14 +59,14 @@ class AutoChoice:
         self._candidates, self._optimizer = checked.candidates, weakref.ref(optimizer)
         self._times = None if engine.reduction.alone else self._watch(engine)
         self._predicted_s = 0.0
-        """A step of the choice, until what was reached is told; 0 before and after."""
-        self._ends: list[float] = []
+        """Predicted seconds of a step of the choice, until the times reached are logged."""
+        self._step_ends: list[float] = []
         self._overlap: OverlapStart | None = None
-        """Has taken over, as overlap=forward was chosen."""
+        """What tunes overlap=forward, where that was chosen."""
         self._has_groups = checked.settings.groups is not None
         self._memory = memory_of(checked.settings.parameters)
         self.chosen: Method | None = None
-        self._speaks = _speaks(checked)
+        self._is_first_rank = _is_first_rank(checked)
 
     def after_step(self, engine: Engine) -> Engine:
         """Return the engine of the next step, at the end of ``step()``."""
@@ -75,7 +75,7 @@ class AutoChoice:
             self._end_step(self.chosen)
         if self._times is not None and isinstance(engine, MergedGradientEngine):
             engine = self._measure(engine, self._times)
-        # It begins in the step of the choice, in which all ranks take part.
+        # It begins in the step of the choice, which all ranks make together.
         return engine if self._overlap is None else self._overlap.after_step(engine)
 
     def _watch(self, engine: Engine) -> JobTimes:
@@ -84,7 +84,7 @@ class AutoChoice:
         return JobTimes(optimizer, engine.settings.parameters)
 
     def _measure(self, engine: MergedGradientEngine, times: JobTimes) -> Engine:
-        """Note the end of a step, or choose where it was the last one to measure."""
+        """Record the end of a step, or choose after the last one to measure."""
         if engine.comm is None:
             if times.count != len(engine.settings.parameters):  # some have joined
                 times.close()
@@ -97,12 +97,12 @@ class AutoChoice:
         return engine if isinstance(self.chosen, MergedGradient) else switch(engine, self.chosen)
 
     def _end_step(self, chosen: Method) -> None:
-        """Note the end of a step; tell what was reached, by medians over whole rounds."""
-        self._ends.append(time.perf_counter())
+        """Record the end of a step; at last log the median step time over whole rounds."""
+        self._step_ends.append(time.perf_counter())
         k = chosen.period if isinstance(chosen, CoCoD) else 1
-        if len(self._ends) <= SETTLE_STEPS + max(REPORT_STEPS, 2 * k):
+        if len(self._step_ends) <= SETTLE_STEPS + max(REPORT_STEPS, 2 * k):
             return
-        ends = self._ends[SETTLE_STEPS:]
+        ends = self._step_ends[SETTLE_STEPS:]
         seconds = median((end - start) / k for start, end in zip(ends, ends[k:], strict=False))
         reached, predicted = milliseconds(seconds), milliseconds(self._predicted_s)
         self._say("auto: %s reached %s a step (predicted %s)", spell(chosen), reached, predicted)
@@ -123,7 +123,7 @@ class AutoChoice:
         return (engine, saved) if self._overlap is None else self._overlap.resume(engine, saved)
 
     def _follow(self, engine: Engine, saved: SavedState) -> tuple[Engine, SavedState]:
-        """Go on with the choice of a checkpoint, where it is allowed and of as many workers."""
+        """Go on with a checkpoint's choice, if it is allowed and was made for as many workers."""
         text = saved.chosen
         if text is not None and saved.workers != engine.reduction.workers:
             self._say("auto: %s was chosen for %d workers: measures again", text, saved.workers)
@@ -145,30 +145,32 @@ class AutoChoice:
     def _overlap_start(self, method: Method) -> OverlapStart | None:
         return OverlapStart(self._memory, self._has_groups) if _is_forward(method) else None
 
-    def _choice(self, engine: MergedGradientEngine, own: OwnTimes | None) -> tuple[Method, float]:
+    def _choice(
+        self, engine: MergedGradientEngine, local: OwnTimes | None
+    ) -> tuple[Method, float]:
         """Let the first rank choose from the slowest rank's times; the same answer everywhere."""
         settings = engine.settings
         tag, process_set = settings.tag, settings.reduction.process_set
-        mine = [0.0] * (3 + len(settings.parameters))
-        if own is not None:
-            mine = [1.0, own.before_s, own.update_s, *own.ready_s]
-        mine = [float(self._fitting(engine) != self._candidates), *mine]
-        unfit, measured, before, update, *ready = largest(mine, f"{tag}.own", process_set)
+        local_times = [0.0] * (3 + len(settings.parameters))
+        if local is not None:
+            local_times = [1.0, local.before_s, local.update_s, *local.ready_s]
+        local_times = [float(self._allowed(engine) != self._candidates), *local_times]
+        unfit, measured, before, update, *ready = largest(local_times, f"{tag}.own", process_set)
         candidates = _without_forward(self._candidates) if unfit else self._candidates
         if not measured:  # no step of any rank had an update: each overflowed, for example
             least = least_of(candidates)
             self._say("auto: no step could be measured: goes on with %s", spell(least))
             return least, 0.0
-        own = OwnTimes(before, ready, update)
+        slowest = OwnTimes(before, ready, update)
         text, seconds = found_by_first(
-            lambda: self._best(engine, own, candidates), f"{tag}.choice", process_set
+            lambda: self._best(engine, slowest, candidates), f"{tag}.choice", process_set
         )
         method = parse(text)
         assert not isinstance(method, Auto)
         return method, float(seconds)
 
     def _best(
-        self, engine: MergedGradientEngine, own: OwnTimes, candidates: Sequence[Method]
+        self, engine: MergedGradientEngine, times: OwnTimes, candidates: Sequence[Method]
     ) -> tuple[str, float]:
         """Predict every method and return the best one, spelled, and the seconds of its step."""
         settings = engine.settings
@@ -179,9 +181,9 @@ class AutoChoice:
             1 if index in settings.sparse else max(1, nbytes)
             for index, nbytes in enumerate(settings.index.nbytes)
         ]
-        profile = profile_of(own, settings.names, sizes)
+        profile = profile_of(times, settings.names, sizes)
         cost = settings.reduction.cost(settings.parameters[0])
-        found = []
+        predictions = []
         for method in candidates:
             planned = method
             if isinstance(method, MergedGradient) and (
@@ -192,22 +194,22 @@ class AutoChoice:
             if isinstance(prediction.method, PipeSGD):  # it tries sizes of buckets in training
                 raced = dataclasses.replace(prediction.method, bucket_bytes=None)
                 prediction = dataclasses.replace(prediction, method=raced)
-            found.append(prediction)
-        best = choose(found)
-        self._say("auto: %s", report(best, found))
+            predictions.append(prediction)
+        best = choose(predictions)
+        self._say("auto: %s", report(best, predictions))
         return spell(best.method), best.seconds
 
-    def _fitting(self, engine: MergedGradientEngine) -> Sequence[Method]:
+    def _allowed(self, engine: MergedGradientEngine) -> Sequence[Method]:
         """Return the candidates, without overlap=forward where this rank cannot defer updates."""
         others = _without_forward(self._candidates)
-        why = refusal(engine) if 0 < len(others) < len(self._candidates) else None
-        if why is None:
+        obstacle = refusal(engine) if 0 < len(others) < len(self._candidates) else None
+        if obstacle is None:
             return self._candidates
-        _log.info("auto: merged-gradient:overlap=forward is left out: %s", why)
+        _log.info("auto: merged-gradient:overlap=forward is left out: %s", obstacle)
         return others
 
     def _say(self, text: str, *values: object) -> None:
-        if self._speaks:
+        if self._is_first_rank:
             _log.info(text, *values)
 
 
@@ -219,14 +221,14 @@ def _without_forward(methods: Sequence[Method]) -> Sequence[Method]:
     return tuple(method for method in methods if not _is_forward(method))
 
 
-def _speaks(checked: Checked) -> bool:
-    """Whether this is the first rank, which tells what `Auto` does."""
+def _is_first_rank(checked: Checked) -> bool:
+    """Return whether this is the first rank, which logs what `Auto` does."""
     process_set = checked.settings.reduction.process_set
     return bool(process_set.included() and process_set.rank() == 0)
 
 
 def say_left_out(checked: Checked) -> None:
-    """Tell what `Auto` was allowed to choose, and cannot with the other arguments."""
+    """Log the methods that `Auto` may choose from, and that the other arguments rule out."""
     for name, why in checked.left_out.items():
-        if _speaks(checked):
+        if _is_first_rank(checked):
             _log.info("auto: %s is left out: %s", name, why)

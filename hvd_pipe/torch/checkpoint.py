@@ -33,7 +33,7 @@ class SavedState:
     counters: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)  # by label, number
     chosen: str | None = None
-    """What ``strategy="auto"`` has come to, spelled."""
+    """The method that ``strategy="auto"`` has chosen, spelled."""
     foreign: Mapping[str, Any] | None = None
     """A state of another version, as it is in the file."""
 
@@ -45,24 +45,24 @@ class SavedState:
         return state if self.chosen is None else {**state, "chosen": self.chosen}
 
     @classmethod
-    def from_dict(cls, found: Any) -> SavedState | None:
+    def from_dict(cls, saved: Any) -> SavedState | None:
         """Return what a checkpoint holds; None where it holds nothing."""
-        if found is None:
+        if saved is None:
             return None
-        if not isinstance(found, dict):
+        if not isinstance(saved, dict):
             raise _not_ours()
-        if found.get("version") not in (None, VERSION):
-            return cls(foreign=found)
-        if not all(isinstance(found.get(key), kind) for key, kind in _FIELDS.items()):
+        if saved.get("version") not in (None, VERSION):
+            return cls(foreign=saved)
+        if not all(isinstance(saved.get(key), kind) for key, kind in _FIELDS.items()):
             raise _not_ours()
-        if found.get("version") is None:
-            return cls(foreign=found)
-        return cls(**{key: found[key] for key in _FIELDS}, chosen=found.get("chosen"))
+        if saved.get("version") is None:
+            return cls(foreign=saved)
+        return cls(**{key: saved[key] for key in _FIELDS}, chosen=saved.get("chosen"))
 
     def shared(self) -> SavedState:
-        """Leave out what belongs to one rank alone."""
-        kept = {label: all_ for label, all_ in self.tensors.items() if not label.startswith(OWN)}
-        return dataclasses.replace(self, tensors=kept)
+        """Return the state without the tensors of one rank alone."""
+        shared = {k: v for k, v in self.tensors.items() if not k.startswith(OWN)}
+        return dataclasses.replace(self, tensors=shared)
 
 
 def _not_ours() -> ValueError:
@@ -76,8 +76,8 @@ def save(engine: Engine, owned: Sequence[torch.Tensor], chosen: str | None) -> S
     """Return what the engine of the optimizer with these parameters has in flight."""
     state, numbers = engine.state(), _numbers(engine, owned)
     tensors = {
-        label: {i: tensor for i, tensor in zip(numbers, each, strict=True) if tensor is not None}
-        for label, each in state.tensors.items()
+        label: {i: tensor for i, tensor in zip(numbers, values, strict=True) if tensor is not None}
+        for label, values in state.tensors.items()
     }
     return SavedState(
         engine.name, engine.reduction.workers, _rank(engine), state.counters, tensors, chosen
@@ -85,7 +85,7 @@ def save(engine: Engine, owned: Sequence[torch.Tensor], chosen: str | None) -> S
 
 
 def load(engine: Engine, saved: SavedState | None, owned: Sequence[torch.Tensor]) -> None:
-    """Let the engine go on from a `save`; a plan for other workers, or others' residuals, go."""
+    """Let the engine go on from a `save`, but not with plans or residuals of other workers."""
     if saved is None:
         if engine.has_state_in_flight:
             _warn(f"holds nothing in flight: {engine.name} starts with nothing in flight.")
@@ -107,13 +107,13 @@ def load(engine: Engine, saved: SavedState | None, owned: Sequence[torch.Tensor]
         saved = saved.shared()
     counters = {key: value for key, value in saved.counters.items() if alike or key != "plan"}
     tensors = {
-        label: [found.get(number) for number in _numbers(engine, owned)]
-        for label, found in saved.tensors.items()
+        label: [by_number.get(number) for number in _numbers(engine, owned)]
+        for label, by_number in saved.tensors.items()
     }
     engine.load(State(counters, tensors))
     engine.held = {
-        label: {id(p): found[i] for i, p in enumerate(owned) if i in found}
-        for label, found in saved.tensors.items()
+        label: {id(p): by_number[i] for i, p in enumerate(owned) if i in by_number}
+        for label, by_number in saved.tensors.items()
     }
 
 
@@ -127,5 +127,5 @@ def _rank(engine: Engine) -> int:
     return int(process_set.rank()) if process_set.included() else -1
 
 
-def _warn(what: str) -> None:
-    warnings.warn(f"the optimizer state that was loaded {what}", stacklevel=5)
+def _warn(text: str) -> None:
+    warnings.warn(f"the optimizer state that was loaded {text}", stacklevel=5)

@@ -353,16 +353,16 @@ class DistributedMixin(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
             self._hvd_pipe_saved = in_flight
             return
-        before = self._hvd_pipe
-        before.finish_before_others()
-        messages = before.loaded_before or before.next_messages
-        had_begun, plan = before.rounds > 0, before.plan
-        before.discard()
+        engine = self._hvd_pipe
+        engine.finish_before_others()
+        messages = engine.loaded_before or engine.next_messages
+        had_begun, plan = engine.rounds > 0, engine.plan
+        engine.discard()
         super().load_state_dict(state_dict)
-        engine = self._resumed(before, in_flight)
-        # What a state may change that ranks must do alike: messages, plans, trials of plans.
-        parts = engine.has_state_in_flight or self._hvd_pipe_chooser or engine.plan is not plan
-        if parts and (had_begun or engine.rounds > 0):
+        engine = self._resumed(engine, in_flight)
+        # A state may change what ranks must do alike: messages, plans, trials of plans.
+        differs = engine.has_state_in_flight or self._hvd_pipe_chooser or engine.plan is not plan
+        if differs and (had_begun or engine.rounds > 0):
             engine.loaded_before = messages
         self._note_old()
 
@@ -461,8 +461,8 @@ class DistributedMixin(torch.optim.Optimizer):
             self._hvd_pipe.finish()
 
     def _saved_state(self, engine: Engine) -> SavedState:
-        auto = self._hvd_pipe_chooser
-        chosen = auto.chosen if isinstance(auto, AutoChoice) else None
+        chooser = self._hvd_pipe_chooser
+        chosen = chooser.chosen if isinstance(chooser, AutoChoice) else None
         return checkpoint.save(engine, self._owned(), None if chosen is None else spell(chosen))
 
     # What ends with Horovod: `hvd.shutdown()`, and an elastic job's resets.
@@ -498,9 +498,9 @@ class DistributedMixin(torch.optim.Optimizer):
 
     def _start_new_engine(self) -> None:
         """Start on other workers than before, without a codec's residuals."""
-        found = self._hvd_pipe_saved
-        if found is not None:
-            self._hvd_pipe_saved = found.shared()
+        saved = self._hvd_pipe_saved
+        if saved is not None:
+            self._hvd_pipe_saved = saved.shared()
         # Gradients that are still there belong to an earlier step.
         self._engine().has_new_gradients = False
         self._note_old()
@@ -527,17 +527,17 @@ class DistributedMixin(torch.optim.Optimizer):
     def _joining(self, known: set[int]) -> dict[str, torch.Tensor]:
         joining: dict[str, torch.Tensor] = {}
         owned = self._owned()
-        if all(id(each) in known or not each.requires_grad for each in owned):
+        if all(id(p) in known or not p.requires_grad for p in owned):
             return joining
-        engine, here = self._hvd_pipe, {id(each) for each in owned}
+        engine, owned_ids = self._hvd_pipe, {id(p) for p in owned}
         assert engine is not None
         named = zip(engine.settings.names, engine.settings.parameters, strict=True)
-        kept = {id(parameter): name for name, parameter in named if id(parameter) in here}
+        old_names = {id(p): name for name, p in named if id(p) in owned_ids}
         # Places in the groups may have shifted: a name that is still another's is not taken.
-        taken, before, names = {*kept.values(), ""}, self._hvd_pipe_names, []
+        taken, before, names = {*old_names.values(), ""}, self._hvd_pipe_names, []
         for i, parameter in enumerate(owned):
-            name = kept.get(id(parameter), before[i] if i < len(before) else "")
-            if id(parameter) not in kept and name in taken:
+            name = old_names.get(id(parameter), before[i] if i < len(before) else "")
+            if id(parameter) not in old_names and name in taken:
                 name = f"param.joined.{len(engine.settings.names)}.{i}"
             names.append(name)
             if id(parameter) not in known and parameter.requires_grad:

@@ -55,7 +55,7 @@ class TorchState(_horovod.TorchState):  # type: ignore[misc]
 
     def restore(self) -> None:
         """Go back to the last commit; `run` calls this when a worker has failed."""
-        engines = [one._hvd_pipe for one in self._distributed()]
+        engines = [optimizer._hvd_pipe for optimizer in self._distributed()]
         names = sorted({engine.name for engine in engines if engine is not None})
         super().restore()
         _log.warning(
@@ -73,8 +73,8 @@ class TorchState(_horovod.TorchState):  # type: ignore[misc]
         self.save()
 
     def _distributed(self) -> list[DistributedMixin]:
-        found = (handler.value for handler in self._handlers.values())
-        return [value for value in found if isinstance(value, DistributedMixin)]
+        values = (handler.value for handler in self._handlers.values())
+        return [value for value in values if isinstance(value, DistributedMixin)]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

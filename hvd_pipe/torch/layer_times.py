@@ -253,16 +253,16 @@ class LayerTimes:
             owner = self._owners.get(number, LOSS) if number in self._had_gradient else UNUSED
             sizes[owner] = sizes.get(owner, 0) + parameter.numel() * parameter.element_size()
         layers = []
-        for each in (UNUSED, *self._descriptions, LOSS):
-            if each in sizes or each in forward:
+        for layer in (UNUSED, *self._descriptions, LOSS):
+            if layer in sizes or layer in forward:
                 layers.append(
                     LayerProfile(
-                        each,
-                        sizes.get(each, 0),
-                        backward.get(each, 0.0),
-                        forward.get(each, 0.0),
-                        round(median(self._activations.get(each, {}).values() or [0])),
-                        {**self._descriptions, **_DESCRIPTIONS}[each],
+                        layer,
+                        sizes.get(layer, 0),
+                        backward.get(layer, 0.0),
+                        forward.get(layer, 0.0),
+                        round(median(self._activations.get(layer, {}).values() or [0])),
+                        {**self._descriptions, **_DESCRIPTIONS}[layer],
                     )
                 )
         return ModelProfile(

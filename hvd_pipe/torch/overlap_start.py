@@ -3,9 +3,9 @@
 ::
 
     merged-gradient   until its own plan stays
-    WATCH_STEPS       messages leave in the plan's order; when each weight is first used is seen
-    TRIALS            plans with few, with many messages: what each takes is seen; the plan that is
-                      best for messages as they were, and one with fewer
+    WATCH_STEPS       messages leave in the plan's order; the first use of each weight is timed
+    TRIALS            plans with few and with many messages, which are timed; the best plan for the
+                      times of these messages, and one with fewer
     from then on      the plan with the fastest steps, the same on all ranks: one of these, or
                       merged-gradient's with the barrier
 
@@ -42,7 +42,7 @@ SETTLE_STEPS = 2
 TIMED_STEPS = 4
 TRIALS = 4
 FIRST_PARTS = (6, 18)
-FEWER = 0.6  # the messages of the last trial, as a part of what seemed best before
+FEWER = 0.6  # messages of the last trial over those of the plan that seemed best before
 
 _log = logging.getLogger("hvd_pipe")
 
@@ -99,7 +99,7 @@ class OverlapStart:
                 self._try_from(engine.rounds, self._tuner)
             return engine, saved
         self._tuner = None
-        self._raced = False  # what its steps took was seen elsewhere
+        self._raced = False  # its steps were timed in another run
         self.is_over = plan.order is not None or bool(plan.tried_forward)
         if not isinstance(engine, ForwardOverlapEngine):
             self._sparse_as_dense = settings.sparse_as_dense
@@ -118,7 +118,7 @@ class OverlapStart:
             return engine
         assert engine.plan is not None
         plan = self._barrier = engine.plan
-        if plan.order is None:  # until it is seen: used in their order
+        if plan.order is None:  # until uses are timed: used in their order
             count = len(settings.names)
             every = np.arange(count, dtype=np.float64)
             sizes = np.array(settings.index.nbytes, dtype=np.float64)
@@ -139,40 +139,40 @@ class OverlapStart:
         """Return an engine of this plan, for the same parameters, between two steps."""
         settings = dataclasses.replace(engine.settings, sparse_as_dense=True)
         successor = ForwardOverlapEngine(settings, plan, measured, self._memory)
-        _go_on(successor, engine)
+        _replace(successor, engine)
         return successor
 
     def _watch(self, engine: ForwardOverlapEngine) -> None:
         """Note the end of a step; after some, let plans be tried."""
-        settings, seen = engine.settings, engine.ready_times
-        assert seen is not None
-        if seen.count != len(settings.parameters):  # some have joined
-            seen = engine.ready_times = FirstUses(settings.parameters)
+        settings, first_uses = engine.settings, engine.ready_times
+        assert first_uses is not None
+        if first_uses.count != len(settings.parameters):  # some have joined
+            first_uses = engine.ready_times = FirstUses(settings.parameters)
             self._since = engine.rounds
         if engine.rounds >= self._since + WATCH_STEPS and engine.is_equal_everywhere:
             engine.end_watch()
-            self._try_plans(engine, seen)
+            self._try_plans(engine, first_uses)
         else:
             engine.watch()
 
-    def _try_plans(self, engine: ForwardOverlapEngine, seen: FirstUses) -> None:
-        """Have all ranks agree on what a step is like, and on the first plan."""
+    def _try_plans(self, engine: ForwardOverlapEngine, first_uses: FirstUses) -> None:
+        """Have all ranks agree on the times of a step, and on the first plan."""
         settings, count = engine.settings, len(engine.settings.parameters)
-        mine = [1.0] + [0.0] * (2 + 2 * count)
-        if seen.steps:
-            uses = seen.uses()
+        local_times = [1.0] + [0.0] * (2 + 2 * count)
+        if first_uses.steps:
+            uses = first_uses.uses()
             times = [uses.forward_s, uses.backward_s, *uses.ready_s]
-            mine = [0.0, *times, *(-each for each in uses.needed_s)]
-        unseen, forward_s, backward_s, *rest = largest(
-            mine, f"{settings.tag}.uses", settings.reduction.process_set
+            local_times = [0.0, *times, *(-seconds for seconds in uses.needed_s)]
+        unmeasured, forward_s, backward_s, *lists = largest(
+            local_times, f"{settings.tag}.uses", settings.reduction.process_set
         )
-        if unseen:
+        if unmeasured:
             self.is_over = True
             _log.info("overlap='forward' after step %d:\n%s", engine.rounds, engine.plan)
             return
         self._work = Pass(
-            np.array(rest[:count]),
-            np.array([-each for each in rest[count:]]),
+            np.array(lists[:count]),
+            np.array([-seconds for seconds in lists[count:]]),
             np.array(settings.index.nbytes, dtype=np.float64),
             forward_s,
             backward_s,
@@ -192,7 +192,7 @@ class OverlapStart:
         assert self._work is not None
         assert engine.plan is not None
         if len(engine.settings.names) != len(self._work.bytes):
-            self.is_over = True  # some have joined, of which nothing was seen
+            self.is_over = True  # parameters have joined, whose uses were not timed
             return
         if engine.rounds < self._since:
             self._try_from(0, tuner)  # all have joined, and count anew
@@ -226,21 +226,21 @@ class OverlapStart:
             comm, parts = fitted(self._messages), PARTS
             if number > len(FIRST_PARTS):
                 parts = (max(1, round(FEWER * _count(tried[-1].plan))),)
-        kinds = [(each.dtype, each.device) for each in settings.parameters]
+        kinds = [(p.dtype, p.device) for p in settings.parameters]
         return plan_overlap(settings.names, work, comm, kinds, parts), False
 
     def _fastest(self, tried: Sequence[Trial]) -> Plan:
         """The plan to go on with: the barrier's where its steps were as fast."""
-        best = min(tried, key=lambda each: each.step_s)
-        seen = tuple((_count(each.plan), each.step_s) for each in tried)
+        best = min(tried, key=lambda trial: trial.step_s)
+        tried_forward = tuple((_count(trial.plan), trial.step_s) for trial in tried)
         barrier = self._barrier
         assert barrier is not None
         before, count = barrier.tried, len(barrier.buckets)
-        barrier_s = [each for messages, each in before if messages == count]
+        barrier_s = [step_s for messages, step_s in before if messages == count]
         if not self._raced or not barrier_s:
-            return dataclasses.replace(best.plan, tried_forward=seen)
+            return dataclasses.replace(best.plan, tried_forward=tried_forward)
         kept = barrier if min(barrier_s) <= best.step_s else best.plan
-        return dataclasses.replace(kept, tried=before, tried_forward=seen)
+        return dataclasses.replace(kept, tried=before, tried_forward=tried_forward)
 
 
 def _count(plan: Plan) -> int:
@@ -268,11 +268,11 @@ def _with_barrier(engine: Engine, plan: Plan, sparse_as_dense: bool) -> MergedGr
     """Return an engine of this plan whose updates wait in ``step()``, between two steps."""
     settings = dataclasses.replace(engine.settings, sparse_as_dense=sparse_as_dense)
     successor = MergedGradientEngine(settings, MergedGradient(), None)
-    _go_on(successor, engine, plan=plan.to_json())
+    _replace(successor, engine, plan=plan.to_json())
     return successor
 
 
-def _go_on(successor: Engine, engine: Engine, **counters: str) -> None:
+def _replace(successor: Engine, engine: Engine, **counters: str) -> None:
     """Let an engine take the place of one that has finished a step, with a state's counters."""
     successor.load(dataclasses.replace(engine.state(), counters=counters))
     successor.rounds, successor.held = engine.rounds, engine.held

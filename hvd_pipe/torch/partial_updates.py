@@ -86,9 +86,9 @@ def update_quietly(
     options: Options,
 ) -> None:
     """Update some parameters by the user's ``step()``, which runs beneath torch's hooks."""
-    due, groups = set(map(id, parameters)), optimizer.param_groups
+    updated, groups = set(map(id, parameters)), optimizer.param_groups
     shown = [
-        {**group, "params": [p for p in group["params"] if id(p) in due]}
+        {**group, "params": [p for p in group["params"] if id(p) in updated]}
         for group in options.groups
     ]
     optimizer.param_groups = [group for group in shown if group["params"]]
@@ -98,8 +98,8 @@ def update_quietly(
             step()
     finally:
         optimizer.param_groups = groups
-    for group, noted in zip(shown, options.groups, strict=True):
-        written = [key for key in group if group[key] is not noted.get(key) and key != "params"]
+    for group, before in zip(shown, options.groups, strict=True):
+        written = [key for key in group if group[key] is not before.get(key) and key != "params"]
         if written:
             raise ValueError(
                 f"{type(optimizer).__name__}.step() writes {written[0]!r} of its param_groups, "

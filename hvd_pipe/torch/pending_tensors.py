@@ -79,11 +79,11 @@ _SET = ("grad", "requires_grad")
 
 def _metadata() -> frozenset[Any]:
     tensor = torch.Tensor
-    found = [getattr(tensor, name).__get__ for name in _ATTRIBUTES if hasattr(tensor, name)]
-    found += [getattr(tensor, name) for name in _METHODS]
-    found += [getattr(tensor, name).__set__ for name in _SET]
-    found += [getattr(tensor, name).__delete__ for name in _SET]
-    return frozenset([*found, torch.numel, torch.is_floating_point, torch.is_complex])
+    functions = [getattr(tensor, name).__get__ for name in _ATTRIBUTES if hasattr(tensor, name)]
+    functions += [getattr(tensor, name) for name in _METHODS]
+    functions += [getattr(tensor, name).__set__ for name in _SET]
+    functions += [getattr(tensor, name).__delete__ for name in _SET]
+    return frozenset([*functions, torch.numel, torch.is_floating_point, torch.is_complex])
 
 
 METADATA = _metadata()
@@ -146,12 +146,12 @@ def is_pending(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _pending_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
-    made = type(f"Pending{kind.__name__}", (_Pending, kind), {"_plain": kind})
+    pending_class = type(f"Pending{kind.__name__}", (_Pending, kind), {"_plain": kind})
     if issubclass(kind, torch.nn.Parameter):  # optimizers ask before they take their fast way
-        _foreach_supported_types.append(made)  # type: ignore[arg-type]
+        _foreach_supported_types.append(pending_class)  # type: ignore[arg-type]
     # torch.func wraps the leaves of its arguments in C++, and takes the arguments apart before.
-    register_pytree_node(made, _taken_apart, lambda parts, _: next(iter(parts)))
-    return made
+    register_pytree_node(pending_class, _taken_apart, lambda parts, _: next(iter(parts)))
+    return pending_class
 
 
 def _taken_apart(tensor: torch.Tensor) -> tuple[list[torch.Tensor], None]:
@@ -181,7 +181,7 @@ def _pending_in(value: Any) -> Iterator[torch.Tensor]:
         if is_pending(value):
             yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _pending_in(each)
+        for item in value:
+            yield from _pending_in(item)
     elif isinstance(value, dict):
         yield from _pending_in(list(value.values()))

@@ -86,10 +86,10 @@ def _against_join() -> str:
                 "hvd.join() does not go with within='node', whose gradients travel over process "
                 "sets: give every rank the same number of steps."
             )
-        encoded = any(
+        is_encoded = any(
             codec_for(reduction.compression, p.dtype) for p in engine.settings.parameters
         )
-        if not reduction.alone and (encoded or engine.settings.sparse):
+        if not reduction.alone and (is_encoded or engine.settings.sparse):
             return (
                 "hvd.join() needs dense gradients that travel as they are: use Compression.none "
                 "or .fp16, parameters that are not bfloat16, and sparse_as_dense=True; or give "
@@ -158,10 +158,10 @@ def waits_for(frames: Frames) -> Wait | None:
     """Return what the main thread, or others that it waits for, wait for of other ranks."""
     main = threading.main_thread().ident or 0
     frame = frames.get(main)
-    found = _wait_of(main, frame)
-    if found is None and (frame is None or module_of(frame) in _FOR_THREADS):
-        found = next(filter(None, (_wait_of(*each) for each in frames.items())), None)
-    return found
+    wait = _wait_of(main, frame)
+    if wait is None and (frame is None or module_of(frame) in _FOR_THREADS):
+        wait = next(filter(None, (_wait_of(*item) for item in frames.items())), None)
+    return wait
 
 
 def _wait_of(thread: int, frame: FrameType | None) -> Wait | None:

@@ -21,7 +21,7 @@ from horovod.torch.mpi_ops import Average, ProcessSet, Sum, allreduce_async_, gl
 from hvd_pipe.planning.comm import CODECS, CodecCost
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.timeline import NOT_SHOWN
-from hvd_pipe.torch.agree import spoil
+from hvd_pipe.torch.agree import poison
 from hvd_pipe.torch.compression import Compression, codec_for
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
@@ -309,7 +309,7 @@ class CheckedMessage(Message):
         self._compare()
         self._snapshot = None
         self._flat.copy_(self._wire)
-        spoil(self._wire)
+        poison(self._wire)
 
     def drop_foreign_residuals(self) -> None:
         self._inner.drop_foreign_residuals()

@@ -26,7 +26,7 @@ from horovod.torch.mpi_ops import Average, allgather_async
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.timeline import NOT_SHOWN, PendingOperation
-from hvd_pipe.torch.agree import check_alike, gather, refuse_changed, spoil
+from hvd_pipe.torch.agree import check_alike, gather, poison, refuse_changed
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.messages.allreduce import (
@@ -123,7 +123,7 @@ class Bucket:
     def wait(self) -> None:
         """Block until the averaged gradients are in the views; be ready for the next round."""
         self.message.wait()
-        spoil(self._local)
+        poison(self._local)
         self.launched = False
         self.waiting = len(self.views)
         self._filled_version = None
@@ -292,7 +292,7 @@ class BucketSet:
         with torch._C.DisableTorchFunctionSubclass():  # others may be pending
             for index, (_, view) in self.slots.items():
                 if not self.holds(index):
-                    spoil(view)
+                    poison(view)
 
     # Architecture: G7
     def flush(self, flags: ControlFlags | None = None) -> None:

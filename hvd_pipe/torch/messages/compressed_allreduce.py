@@ -29,7 +29,7 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.timeline import NOT_SHOWN
 from hvd_pipe.runtime.watch.waits import waiting_for
-from hvd_pipe.torch.agree import spoil
+from hvd_pipe.torch.agree import poison
 from hvd_pipe.torch.compression import Codec, Compression, blocks, codec_for, is_horovods
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
@@ -211,7 +211,7 @@ class CompressedAllReduce(Message):
             shape = (len(self._slices), self._row_bytes)
             # What a short slice leaves of its row stays as it is: nobody reads it.
             self._rows = self._flat.new_empty(shape, dtype=torch.uint8)
-        spoil(self._rows)
+        poison(self._rows)
         words = self._words.to(self._word_dtype).view(torch.uint8)
         for row, part in zip(self._rows, self._slices, strict=True):
             row[: self._word_bytes].copy_(words)
@@ -231,7 +231,7 @@ class CompressedAllReduce(Message):
             for (piece,) in blocks(total):
                 piece.div_(len(received))
         reply = received.new_empty(1, self._row_bytes)
-        spoil(reply)
+        poison(reply)
         residual = None if self.feedback is None else self.feedback.reduced[part]
         self._encode_values(total, residual, self._code(reply[0], total))
         return reply

@@ -27,7 +27,7 @@ from horovod.torch.mpi_ops import broadcast_
 
 from hvd_pipe.cocod import CoCoD
 from hvd_pipe.runtime.consensus import members
-from hvd_pipe.torch.agree import check_alike, gather, spoil
+from hvd_pipe.torch.agree import check_alike, gather, poison
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
@@ -136,7 +136,7 @@ class ModelAverage:
             values, views = self._places_in(self._mean)
             torch._foreach_sub_(views, values)
             self._add(self._mean.mul_(self._rule.pull_back))
-        spoil(self._mean, self._start)
+        poison(self._mean, self._start)
 
     def average_now(self) -> None:
         """Make every value the average of all ranks' ones; the anchor moves in the next round."""
@@ -148,7 +148,7 @@ class ModelAverage:
         if self._difference is not None:
             self._base = _copy(self._mean, self._base)
         torch._foreach_copy_(*self._places_in(self._mean))
-        spoil(self._mean, self._start)
+        poison(self._mean, self._start)
 
     def discard(self, joining: bool = False) -> None:
         """Forget what is in flight, and all rounds before; as ranks join, keep outer models."""
