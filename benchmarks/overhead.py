@@ -43,7 +43,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from torch_examples import models as zoo
 
 MOST = 0.01
-PLAN = ("_note_order", "after_update")
+PLAN = ("_check_order", "after_update")
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """An optimizer's parameters and their gradients: names, dtypes, models, new gradients.
 
-Hooks tell of the gradients that backward() computes, and of no others. Users set gradients by
+Hooks are called for gradients that backward() computes, and for no others. Users set gradients by
 hand, too: ``p.grad = g`` or ``p.grad.copy_(g)``, with g from ``torch.autograd.grad``. So what
 ``p.grad`` is after a step is remembered, as an object and its version, and compared::
 
@@ -130,7 +130,7 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
 
 
 def check_has_shape(name: str | None, tensor: torch.Tensor) -> None:
-    """Raise for what a LazyModule has not made yet."""
+    """Raise where a LazyModule has not made its parameter yet."""
     if torch.nn.parameter.is_lazy(tensor):
         raise ValueError(
             f"{name!r} has no shape yet: run one batch through the model, on all ranks, before "
@@ -144,7 +144,7 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 
 class NewGradients:
-    """Tells gradients that wait to be applied from those that were applied, or dropped."""
+    """Distinguishes gradients that wait to be applied from those that were applied or dropped."""
 
     def __init__(self) -> None:
         self._parameters: Sequence[torch.Tensor] = ()
@@ -152,7 +152,7 @@ class NewGradients:
         self._versions: list[int] = []
 
     def note_old(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take what is in ``p.grad`` now for old; every step does, in about 0.2 us a parameter."""
+        """Mark the current gradients as consumed; every step does, in about 0.2 us a parameter."""
         with torch._C.DisableTorchFunctionSubclass():  # some may be pending
             gradients = [parameter.grad for parameter in parameters]
             self._versions = [0 if g is None else g._version for g in gradients]
@@ -160,7 +160,7 @@ class NewGradients:
         self._gradients = [None if g is None else weakref.ref(g) for g in gradients]
 
     def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take old gradients that an update has written into for old; SGD with nesterov does."""
+        """Keep gradients that an update has written into marked as consumed (nesterov does)."""
         places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         for parameter in parameters:
             place = places.get(id(parameter))
@@ -169,8 +169,8 @@ class NewGradients:
 
     def any_new(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether any gradient is new."""
-        noted = zip(self._gradients, self._versions, strict=True)
-        old = dict(zip(map(id, self._parameters), noted, strict=True))
+        consumed = zip(self._gradients, self._versions, strict=True)
+        old = dict(zip(map(id, self._parameters), consumed, strict=True))
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
@@ -200,7 +200,7 @@ def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
     answers: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         answers.setdefault(gradient.device, []).append(torch.isfinite(_dense(gradient)).all())
-    return all(bool(torch.stack(each).all()) for each in answers.values())
+    return all(bool(torch.stack(flags).all()) for flags in answers.values())
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
@@ -211,14 +211,14 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 class ModelFinder:
     """Finds the models of an optimizer's parameters, by a hook on all modules, for some steps.
 
-    ``found`` is called with the outermost one that holds some, about to run forward, and their
-    identities; ``through_graph``, also where `torch.func.functional_call` has replaced them.
+    ``visit`` is called with the outermost module that holds some, before its forward pass, and
+    their identities; ``through_graph``, also where `torch.func.functional_call` replaced them.
     """
 
     def __init__(
-        self, found: Callable[[torch.nn.Module, set[int]], object], steps: int, through_graph: bool
+        self, visit: Callable[[torch.nn.Module, set[int]], object], steps: int, through_graph: bool
     ) -> None:
-        self._found, self._most_steps = weakref.WeakMethod(found), steps
+        self._visit, self._most_steps = weakref.WeakMethod(visit), steps
         self._through_graph = through_graph
         self._wanted: set[int] = set()
         self._hook: RemovableHandle | None = None
@@ -244,7 +244,7 @@ class ModelFinder:
         hook = self._hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
 
     def end_step(self) -> None:
-        """Look no further after some steps: whole forward passes have shown the models."""
+        """Count a step; after some, look for no further models."""
         self._steps += 1
         if self._steps > self._most_steps:
             self._stop()
@@ -253,10 +253,10 @@ class ModelFinder:
         held = self._wanted.intersection(map(id, module.parameters()))
         if not held and self._through_graph:
             held = self._wanted.intersection(map(id, _computed_from(module.parameters())))
-        found = self._found()
-        if held and found is not None:
+        visit = self._visit()
+        if held and visit is not None:
             self._wanted -= held
-            found(module, held)
+            visit(module, held)
         if not self._wanted:
             self._stop()
 
@@ -278,6 +278,6 @@ def _computed_from(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             yield leaf
-        following = {each for each, _ in node.next_functions if each is not None} - seen
+        following = {n for n, _ in node.next_functions if n is not None} - seen
         seen |= following
         nodes += following

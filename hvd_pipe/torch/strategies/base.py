@@ -83,7 +83,7 @@ class Engine(abc.ABC):
         """Whether gradients that are computed are sent; see ``no_sync()``."""
         self.stepped = False
         """Whether step() was called since gradients were prepared the last time."""
-        self._told_of_dropped = False
+        self._warned_of_dropped = False
         self._has_update = False
         self._uncompared_steps = 0
         if check_mode.active.on:
@@ -92,7 +92,7 @@ class Engine(abc.ABC):
         self._settle: Settle = partial(_settle_by, weakref.WeakMethod(self._settling))
         self._retired = False
         weakref.finalize(self, settings.hooks.end)
-        self._listen(settings.parameters)
+        self._register_hooks(settings.parameters)
         # The newest optimizer of a parameter hears of its gradients, as when one is made anew.
         for other in live_engines():
             if not other.known.isdisjoint(self.known):
@@ -100,9 +100,9 @@ class Engine(abc.ABC):
                 other.retire()
         _live.add(self)
 
-    def _listen(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _register_hooks(self, parameters: Sequence[torch.Tensor]) -> None:
         hooks = self.settings.hooks
-        hooks.tell(self, parameters, _hook(hooks))
+        hooks.attach(self, parameters, _hook(hooks))
         self._passes.add(len(parameters) - len(self.known))
         self.known = set(map(id, parameters))
 
@@ -256,13 +256,13 @@ class Engine(abc.ABC):
             raise failure
         before, self.settings = self.settings, self.settings.with_parameters(joining)
         parameters = self.settings.parameters
-        self._listen(parameters)
-        left = of_all_ranks(state.tensors, self.reduction, f"{self.settings.tag}.residuals")
+        self._register_hooks(parameters)
+        residuals = of_all_ranks(state.tensors, self.reduction, f"{self.settings.tag}.residuals")
         self.build()
         tensors = {}
-        for label, indices in left.items():
-            kept = dict(zip(map(id, before.parameters), indices, strict=True))
-            known = {**self.held.get(label, {}), **kept}
+        for label, values in residuals.items():
+            by_id = dict(zip(map(id, before.parameters), values, strict=True))
+            known = {**self.held.get(label, {}), **by_id}
             tensors[label] = [known.get(id(p)) for p in parameters]
         self.held.clear()
         self.load(State(state.counters, tensors))
@@ -317,8 +317,8 @@ class Engine(abc.ABC):
             if not self.current.completed:
                 self._passes.end()
                 return
-            if not self._told_of_dropped:
-                self._told_of_dropped = True
+            if not self._warned_of_dropped:
+                self._warned_of_dropped = True
                 _log.warning(
                     "gradients (of %r, among others) were sent and then cleared before step(): "
                     "where another optimizer's backward pass computes them, requires_grad_(False) "
@@ -367,7 +367,7 @@ class Engine(abc.ABC):
     def give_up(self) -> None:
         """Complete a round whose gradients are not to be applied; all ranks do so alike."""
         assert self.current is not None
-        self._note_changes(self.current)
+        self._record_changes(self.current)
         changes = self.current.changes
         if changes is not None:  # the next gradient may be in the place of one
             self.current.changes = replace(changes, left=dict.fromkeys(changes.left))
@@ -380,7 +380,7 @@ class Engine(abc.ABC):
         self.current.end_round()
         self.abandon()
 
-    def _note_changes(self, current: BucketSet) -> None:
+    def _record_changes(self, current: BucketSet) -> None:
         complete = set(current.completed)
         if not current.is_flushed:
             current.changes = self._passes.changes(self.settings.parameters, complete)
@@ -407,7 +407,7 @@ class Engine(abc.ABC):
             return
         held, running = self._passes.held, self._passes.is_running
         # Another thread may have taken it off.
-        index = next((index for index, each in held.items() if each is gradient), -1)
+        index = next((i for i, g in held.items() if g is gradient), -1)
         if not self.syncs or (running and index not in self.current.completed):
             return  # it is this rank's own
         if running:
@@ -492,8 +492,8 @@ class Engine(abc.ABC):
         if self.current is not None and self.current.is_flushed:
             self._check_unchanged(self.current)
         elif self.current is not None:
-            self._note_changes(self.current)
-        had, self.has_new_gradients = self.has_new_gradients, False
+            self._record_changes(self.current)
+        had_new_gradients, self.has_new_gradients = self.has_new_gradients, False
         held = self._passes.end(stay_pending=self.may_defer)
         for other in live_engines():  # another rank may wait for one of these first
             if self._retired and not other.known.isdisjoint(self.known):
@@ -501,10 +501,10 @@ class Engine(abc.ABC):
             if other is self or other.synchronized or other.current is None:
                 continue
             if other.current.is_whole:
-                other._note_changes(other.current)
+                other._record_changes(other.current)
                 other.send()
         self._has_update = self.prepare(held if self.was_read or self.may_defer else {})
-        self.has_new_gradients = had
+        self.has_new_gradients = had_new_gradients
         self.synchronized = True
         self.rounds += 1
         _live.add(self)  # also one that another has replaced, and that is used all the same
@@ -541,7 +541,7 @@ _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 def live_engines() -> Iterator[Engine]:
     """Yield the engines in use, in an order that all ranks share; retire all others."""
-    for engine in sorted(_live, key=lambda each: each.settings.tag):
+    for engine in sorted(_live, key=lambda engine: engine.settings.tag):
         if (_optimizer := engine.settings.owner()) is not None:
             yield engine  # whose optimizer would else go while the engine is asked
         else:

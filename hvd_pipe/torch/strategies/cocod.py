@@ -76,7 +76,7 @@ class CoCoDEngine(Engine):
         return self._is_warm
 
     @property
-    def _everyone(self) -> Reduction:
+    def _global_reduction(self) -> Reduction:
         """How models are averaged, and gradients in warm-up."""
         return replace(self.settings.reduction, weights=self._strategy.weights or ())
 
@@ -90,22 +90,22 @@ class CoCoDEngine(Engine):
         self._cut()
         self._momenta: AveragedMomenta | None = None
         if strategy.momentum == "average":
-            self._momenta = AveragedMomenta(settings, self._everyone, strategy)
+            self._momenta = AveragedMomenta(settings, self._global_reduction, strategy)
         self._buffers.want(settings.parameters)
 
     def _cut(self) -> None:
         """Make the parts of the model; parameters that have a fragment stay in it."""
-        settings, strategy, reduction = self.settings, self._strategy, self._everyone
+        settings, strategy, reduction = self.settings, self._strategy, self._global_reduction
         index = settings.index
         self._fragment_of = assign_fragments(index.nbytes, strategy.fragments, self._fragment_of)
         self._parts: list[Part] = []
         for fragment in range(strategy.fragments):
-            own = [i for i, number in enumerate(self._fragment_of) if number == fragment]
-            for indices in index.dtype_groups(own):
-                same, number = [settings.parameters[i] for i in indices], len(self._parts)
+            members = [i for i, number in enumerate(self._fragment_of) if number == fragment]
+            for indices in index.dtype_groups(members):
+                parameters, number = [settings.parameters[i] for i in indices], len(self._parts)
                 average = ModelAverage(
-                    same,
-                    partial(_values, same),
+                    parameters,
+                    partial(_values, parameters),
                     reduction,
                     f"{settings.tag}.model.{number}",
                     strategy,
@@ -116,7 +116,9 @@ class CoCoDEngine(Engine):
     def _choose_buckets(self) -> None:
         """Have buckets while gradients are averaged: over all ranks in warm-up, over a node's."""
         settings, self.current = self.settings, None
-        reduction, tag = (self._everyone, "warmup") if self._is_warm else (self._node, "node")
+        reduction, tag = (
+            (self._global_reduction, "warmup") if self._is_warm else (self._node, "node")
+        )
         if reduction is not None:
             groups = settings.index.default_groups(range(len(settings.names)))
             # Sparse gradients that travel by themselves know no weights, and go as dense ones.
@@ -145,7 +147,7 @@ class CoCoDEngine(Engine):
     def after_update(self) -> None:
         super().after_update()
         if self._is_warm:
-            self._begin()
+            self._update_warmup()
             return
         self._local_steps += 1
         if self._local_steps < (self._turn + 1) * self._strategy.turn:
@@ -153,7 +155,7 @@ class CoCoDEngine(Engine):
         for average in self._averages(in_turn=True):
             average.finish()
         if self._momenta is not None and float(self._parts[0].average.words):
-            self._momenta.unsettled = max(self._momenta.unsettled, 1)
+            self._momenta.rounds_to_agree = max(self._momenta.rounds_to_agree, 1)
         self._turn = (self._turn + 1) % self._strategy.fragments
         if self._turn == 0:
             self._local_steps = 0
@@ -173,7 +175,7 @@ class CoCoDEngine(Engine):
             check_alike(steps, f"{tag}.drain", reduction.process_set)
         if self._momenta is not None:
             self._momenta.agree()
-            self._momenta.unsettled = UNSETTLED
+            self._momenta.rounds_to_agree = UNSETTLED
         for average in self._averages():
             average.average_now()
         self._pause()
@@ -184,26 +186,26 @@ class CoCoDEngine(Engine):
             compare_replicas(names, weights, [], "after synchronize()", process_set, tag)
 
     def after_join(self) -> None:
-        self._end_rounds(joining=True, rounds=self._strategy.warmup_steps)
+        self._reset_rounds(joining=True, rounds=self._strategy.warmup_steps)
 
     def discard(self) -> None:
-        self._end_rounds(joining=False, rounds=0)
+        self._reset_rounds(joining=False, rounds=0)
 
-    def _begin(self) -> None:
+    def _update_warmup(self) -> None:
         """Be in warm-up or not, as `rounds` says, with the buckets for it."""
         was_warm, self._is_warm = self._is_warm, self.rounds < self._strategy.warmup_steps
         if was_warm != self._is_warm:
             self._choose_buckets()
 
-    def _end_rounds(self, joining: bool, rounds: int) -> None:
+    def _reset_rounds(self, joining: bool, rounds: int) -> None:
         super().discard()
         for average in self._averages():
             average.discard(joining)
         if self._momenta is not None:
-            self._momenta.unsettled = UNSETTLED
+            self._momenta.rounds_to_agree = UNSETTLED
         self._pause()
         self.rounds = rounds
-        self._begin()
+        self._update_warmup()
 
     def state(self) -> State:
         tensors = state_of(self._all_parts(), len(self.settings.parameters))
@@ -214,7 +216,7 @@ class CoCoDEngine(Engine):
             fragments = dict(zip(self.settings.names, self._fragment_of, strict=True))
             counters["fragment_of"] = fragments
         if self._momenta is not None:
-            counters["unsettled"] = self._momenta.unsettled
+            counters["unsettled"] = self._momenta.rounds_to_agree
             # Whether some rank has told of momenta that others do not know of.
             counters["news"] = int(self._started and bool(self._parts[0].average.words))
         return State(counters, tensors)
@@ -224,21 +226,21 @@ class CoCoDEngine(Engine):
         momenta = {k: v for k, v in state.tensors.items() if k.startswith(PREFIX)}
         models = {k: v for k, v in state.tensors.items() if k not in momenta}
         self.rounds, local_steps = counters["rounds"], counters["local_steps"]
-        self._begin()
+        self._update_warmup()
         if self._is_warm and self.current is not None:
             restore_residuals(self.current, models)
             models = {k: v for k, v in models.items() if k not in (SENT, REDUCED)}
         # Parameters of a known cut that have nothing have joined since; of another one, a part has
         # nothing unless all of its parameters do.
-        enough = any if self._take_fragments(counters.get("fragment_of", {})) else all
+        enough = any if self._adopt_fragments(counters.get("fragment_of", {})) else all
         last = self._strategy.fragments - 1
         self._turn = min(local_steps // self._strategy.turn, last)
         for part in self._parts:
-            own = {label: [values[i] for i, _ in part.places] for label, values in models.items()}
+            saved = {k: [v[i] for i, _ in part.places] for k, v in models.items()}
             part.average.load(
                 {
                     label: values
-                    for label, values in own.items()
+                    for label, values in saved.items()
                     if enough(value is not None for value in values)
                     and (part.fragment == self._turn or label not in IN_FLIGHT)
                 }
@@ -252,18 +254,18 @@ class CoCoDEngine(Engine):
             self._momenta.load(momenta, counters.get("unsettled"))
             self._parts[0].average.words.fill_(counters.get("news") or 0)
 
-    def _take_fragments(self, saved: Mapping[str, int]) -> bool:
+    def _adopt_fragments(self, saved: Mapping[str, int]) -> bool:
         """Cut the model as it was when a state was saved, if it can be; return whether it is."""
         count, names = self._strategy.fragments, self.settings.names
         other_names = bool(saved) and saved.keys().isdisjoint(names)
         if other_names or max(saved.values(), default=0) + 1 != count:
             return False
         known = [saved.get(name) for name in names]
-        found = assign_fragments(self.settings.index.nbytes, count, known)
-        if len(set(found)) == count and found != self._fragment_of:
-            self._fragment_of = found
+        fragment_of = assign_fragments(self.settings.index.nbytes, count, known)
+        if len(set(fragment_of)) == count and fragment_of != self._fragment_of:
+            self._fragment_of = fragment_of
             self._cut()
-        return found == self._fragment_of
+        return fragment_of == self._fragment_of
 
     def _averages(self, in_turn: bool = False) -> list[ModelAverage]:
         """What travels; in turn, a fragment, and the momenta, with which there is one fragment."""
@@ -275,7 +277,7 @@ class CoCoDEngine(Engine):
 
     def _start(self) -> None:
         if self._momenta is not None:
-            self._parts[0].average.words.fill_(float(self._momenta.settle()))
+            self._parts[0].average.words.fill_(float(self._momenta.agree_if_due()))
         for average in self._averages(in_turn=True):
             average.start()
         self._started = True
@@ -292,10 +294,10 @@ def _values(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:
     """Return how the ranks of this node average gradients; None where it has one rank."""
     world = settings.reduction.process_set
-    found = find_node(agreement, f"{settings.tag}.node", world, strategy.weights)
-    if found is None:
+    node_and_weights = find_node(agreement, f"{settings.tag}.node", world, strategy.weights)
+    if node_and_weights is None:
         return None
-    node, weights = found
+    node, weights = node_and_weights
     return replace(
         settings.reduction,
         process_set=node,

@@ -71,7 +71,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self._applying = threading.RLock()
         self._options: Options | None = None
         self._gradients: dict[int, torch.Tensor] = {}
-        self._told_of_hooks = False
+        self._warned_of_hooks = False
 
     def take(self, plan: Plan, measured: bool) -> None:
         """Send by another plan from the next step on; all ranks call this."""
@@ -99,7 +99,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         )
 
     def retire(self) -> None:
-        self._forget()
+        self._end_deferred()
         super().retire()
         self._is_closed = True
         self._parameters.close()
@@ -130,8 +130,8 @@ class ForwardOverlapEngine(MergedGradientEngine):
         if not updates_each_parameter(optimizer):
             return False
         if not updates_quietly(optimizer):
-            if not self._told_of_hooks:
-                self._told_of_hooks = True
+            if not self._warned_of_hooks:
+                self._warned_of_hooks = True
                 when = "while a hook is registered on the optimizer, or for all optimizers"
                 _log.warning("overlap='forward': updates stay in step() %s (said once)", when)
             return False
@@ -177,8 +177,8 @@ class ForwardOverlapEngine(MergedGradientEngine):
             pending_tensors.release(gradient)
             gradient.data = torch.zeros_like(gradient)
         else:
-            found = (i for i, each in self._gradients.items() if each is gradient)
-            self._apply({self._bucket_of[index] for index in found})
+            indices = (i for i, g in self._gradients.items() if g is gradient)
+            self._apply({self._bucket_of[index] for index in indices})
 
     def finish_before_others(self, *_: object) -> None:
         """Finish before other weights take the place of these; they do so after a failure, too."""
@@ -194,7 +194,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         """Finish, and read what all ranks have told; all of them come here before they go on."""
         if self._deferred:
             self.finish()
-            self._forget()
+            self._end_deferred()
             self._receive()
             self.current.end_round()
 
@@ -215,14 +215,14 @@ class ForwardOverlapEngine(MergedGradientEngine):
         super().after_join()
 
     def discard(self) -> None:
-        self._forget()
+        self._end_deferred()
         if any(bucket.launched for bucket in self.current.buckets):
             for bucket in self.current.buckets:  # or what waits for its turn would never leave
                 if not bucket.launched:
                     bucket.launch()
         super().discard()
 
-    def _forget(self) -> None:
+    def _end_deferred(self) -> None:
         """Take the last step's update for made, or for given up."""
         self._parameters.show_all()
         self._release_gradients()
@@ -258,7 +258,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 with self._options.context():
                     self._update(waited)
             except (HorovodInternalError, HvdPipeError):
-                self._forget()  # what has not been averaged must not be applied later
+                self._end_deferred()  # what has not been averaged must not be applied later
                 raise
             finally:
                 self._updater = None
@@ -276,10 +276,10 @@ class ForwardOverlapEngine(MergedGradientEngine):
         for number in waited:
             self._wait_for(buckets[number])
         # One update of many parameters takes less than many of few.
-        due = [i for i in self._pending if i in waited or buckets[i].message.arrived]
-        for number in due:
+        arrived = [i for i in self._pending if i in waited or buckets[i].message.arrived]
+        for number in arrived:
             buckets[number].message.wait()
-        indices = [index for number in due for index in self.current.groups[number]]
+        indices = [index for number in arrived for index in self.current.groups[number]]
         parameters = [self.settings.parameters[index] for index in indices]
         self._parameters.show(indices)
         gradients = {index: self._gradients.pop(index) for index in indices}
@@ -290,7 +290,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 self.current.bind_some(gradients)
                 self.settings.optimizer._update_some(parameters, self._options)
         finally:
-            self._pending = [number for number in self._pending if number not in due]
+            self._pending = [number for number in self._pending if number not in arrived]
 
     def _update_all(self, options: Options) -> None:
         """Wait for all messages: ranks have to compare something before any weight moves."""
@@ -305,7 +305,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 if due:
                     self.settings.optimizer._update_some(due, options)
         finally:
-            self._forget()
+            self._end_deferred()
 
     @contextlib.contextmanager
     def _bound(self, indices: Collection[int]) -> Iterator[None]:
@@ -318,11 +318,11 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 yield
             finally:
                 for index, parameter in parameters.items():
-                    own = kept[index]
-                    if own is not None and own.requires_grad:
+                    local = kept[index]
+                    if local is not None and local.requires_grad:
                         continue  # backward(create_graph=True) has left this rank's
                     if parameter.grad is not None and index not in averages:
-                        parameter.grad = own
+                        parameter.grad = local
                 self._parameters.release(indices)
 
     def _wait_for(self, bucket: Bucket) -> None:

@@ -162,7 +162,7 @@ class MergedGradientEngine(Engine):
         if self.ready_times is not None:
             self.ready_times.end_step()
         self._sent_s = time.perf_counter()
-        reordered = self._note_order()
+        reordered = self._check_order()
         stepped, self.stepped = self.stepped, False
         self.current.flush(
             ControlFlags(float(reordered), drains=float(self._drains), stepped=float(stepped))
@@ -246,9 +246,9 @@ class MergedGradientEngine(Engine):
                 self.ready_times = ReadyTimes(len(parameters), parameters[0].device)
             return
         if self.ready_times.steps >= self._timed:
-            self._plan_anew(self._tuner, self.ready_times.seconds())
+            self._next_plan(self._tuner, self.ready_times.seconds())
 
-    def _note_order(self) -> bool:
+    def _check_order(self) -> bool:
         """Return whether buckets have filled in another order than planned for some steps."""
         if self._method is None:
             return False
@@ -264,7 +264,7 @@ class MergedGradientEngine(Engine):
         return self._drifted_steps >= self._patience
 
     # Architecture: G13
-    def _plan_anew(self, tuner: Tuner, seconds: Sequence[float]) -> None:
+    def _next_plan(self, tuner: Tuner, seconds: Sequence[float]) -> None:
         settings = self.settings
         assert self.plan is not None
         ready = tuner.seen(self.plan, waits=self._waits[-self._timed :], ready=seconds)

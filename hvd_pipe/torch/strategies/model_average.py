@@ -94,7 +94,7 @@ class ModelAverage:
         if self._is_left:  # nobody has broadcast that of the last rank
             self.discard()
         message = self.next_message
-        self._take(self._mean)
+        self._copy_into(self._mean)
         if self._rule.pull_back is None:
             self._start = _copy(self._mean, self._start)
         if self._base is not None and message is self._difference:
@@ -113,9 +113,9 @@ class ModelAverage:
         if self._reduction.alone:
             return
         size = self._reduction.workers
-        there = (self._present * size).round_()
+        present = (self._present * size).round_()
         total = self._weights.sum() if self._reduction.weights else size
-        self._mean.mul_(total / (self._weights * there).sum())  # by 1 where all take part
+        self._mean.mul_(total / (self._weights * present).sum())  # by 1 where all take part
         if message is self._difference and self._base is not None:
             self._mean.add_(self._base)
 
@@ -124,30 +124,30 @@ class ModelAverage:
         self.complete()
         self.due = False
         if self._rule.outer != "none":
-            self._move_kept()
+            self._move_outer()
         if self._difference is not None:
             self._base = _copy(self._mean, self._base)
         if self._rule.pull_back is None:
             assert self._start is not None
-            self._add(self._mean.sub_(self._start))
+            self._add_to_values(self._mean.sub_(self._start))
         else:
             if self._rule.anchor_momentum:
-                self._move_kept()
-            values, views = self._places_in(self._mean)
+                self._move_outer()
+            values, views = self._pairs_in(self._mean)
             torch._foreach_sub_(views, values)
-            self._add(self._mean.mul_(self._rule.pull_back))
+            self._add_to_values(self._mean.mul_(self._rule.pull_back))
         poison(self._mean, self._start)
 
     def average_now(self) -> None:
         """Make every value the average of all ranks' ones; the anchor moves in the next round."""
         self.complete()
         self.due = False
-        self._take(self._mean)
+        self._copy_into(self._mean)
         self._send(self._whole)
         self.complete()
         if self._difference is not None:
             self._base = _copy(self._mean, self._base)
-        torch._foreach_copy_(*self._places_in(self._mean))
+        torch._foreach_copy_(*self._pairs_in(self._mean))
         poison(self._mean, self._start)
 
     def discard(self, joining: bool = False) -> None:
@@ -176,14 +176,14 @@ class ModelAverage:
     def load(self, state: Tensors) -> None:
         """Go on from a `state`. A value without tensors joins now: as it is, and at rest."""
         self.discard()
-        own = torch.empty_like(self._mean)
-        self._take(own)
+        current = torch.empty_like(self._mean)
+        self._copy_into(current)
 
         def flat(label: str) -> torch.Tensor | None:
             if label not in state:
                 return None
             at_rest = label.endswith("velocity") or label.startswith("own.")
-            whole = torch.zeros_like(own) if at_rest else own.clone()
+            whole = torch.zeros_like(current) if at_rest else current.clone()
             for view, tensor in zip(self._views(whole), state[label], strict=True):
                 if tensor is not None:
                     view.copy_(tensor)
@@ -212,13 +212,13 @@ class ModelAverage:
     def _send(self, message: Message) -> None:
         weights = self._reduction.weights
         self._present.zero_()
-        mine = self._reduction.process_set.rank() if weights and not self._reduction.alone else 0
-        self._present[mine] = 1.0
+        slot = self._reduction.process_set.rank() if weights and not self._reduction.alone else 0
+        self._present[slot] = 1.0
         self._sent = message
         timeline.active.ready(self._name)
         message.launch()
 
-    def _move_kept(self) -> None:
+    def _move_outer(self) -> None:
         """Move the outer model, or the anchor; then ``_mean`` holds it.
 
         The outer model: ``u = mu u + d, g = g - lr (d + mu u)`` with ``d = g - mean``; the anchor:
@@ -240,21 +240,21 @@ class ModelAverage:
         parts = torch.split(flat, [tensor.numel() for tensor in self._like])
         return [part.view(t.size()) for part, t in zip(parts, self._like, strict=True)]
 
-    def _places_in(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _pairs_in(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the values that this rank has, and their places in ``flat``."""
         places = zip(self._values(), self._views(flat), strict=True)
         pairs = [(value, view) for value, view in places if value is not None]
         return [value for value, _ in pairs], [view for _, view in pairs]
 
-    def _take(self, flat: torch.Tensor) -> None:
+    def _copy_into(self, flat: torch.Tensor) -> None:
         """Copy the values into ``flat``, zeros for those that this rank lacks."""
-        values, views = self._places_in(flat)
+        values, views = self._pairs_in(flat)
         if len(values) < len(self._like):
             flat.zero_()
         torch._foreach_copy_(views, values)
 
-    def _add(self, flat: torch.Tensor) -> None:
-        torch._foreach_add_(*self._places_in(flat))
+    def _add_to_values(self, flat: torch.Tensor) -> None:
+        torch._foreach_add_(*self._pairs_in(flat))
         for value, clamps in zip(self._values(), self._nonnegative, strict=False):
             if clamps and value is not None:
                 value.clamp_(min=0.0)
@@ -295,7 +295,7 @@ class ModelBuffers:
     def __init__(self) -> None:
         self._models: list[weakref.ref[torch.nn.Module]] = []
         self._known: set[int] = set()
-        self._finder = ModelFinder(self._take, steps=1, through_graph=True)
+        self._finder = ModelFinder(self._add_model, steps=1, through_graph=True)
 
     def want(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take the models of these parameters as well."""
@@ -305,8 +305,8 @@ class ModelBuffers:
         """Look no further at the second step, which follows a whole forward pass."""
         self._finder.end_step()
 
-    def _take(self, module: torch.nn.Module, found: set[int]) -> None:
-        self._known |= found
+    def _add_model(self, module: torch.nn.Module, identities: set[int]) -> None:
+        self._known |= identities
         if all(reference() is not module for reference in self._models):
             self._models.append(weakref.ref(module))
 
@@ -354,19 +354,19 @@ class AveragedMomenta:
         self._reduction = dataclasses.replace(reduction, compression=Compression.none)
         self._places: list[Place] = []
         self.parts: list[Part] = []
-        self.unsettled = UNSETTLED
+        self.rounds_to_agree = UNSETTLED
         """How many more rounds start with an agreement."""
 
-    def settle(self) -> bool:
+    def agree_if_due(self) -> bool:
         """Agree if that is due; return whether this rank has tensors that others do not know."""
-        if self.unsettled:
-            self.unsettled -= 1
+        if self.rounds_to_agree:
+            self.rounds_to_agree -= 1
             self.agree()
-        return not set(self._own()) <= set(self._places)
+        return not set(self._local_places()) <= set(self._places)
 
     def agree(self) -> None:
         """Take what any rank has."""
-        everyone, tag = [self._own()], f"{self._settings.tag}.momenta.keys"
+        everyone, tag = [self._local_places()], f"{self._settings.tag}.momenta.keys"
         reduction = self._settings.reduction
         if not reduction.alone:
             everyone = gather(everyone[0], tag, reduction.process_set)
@@ -374,20 +374,20 @@ class AveragedMomenta:
 
     def load(self, tensors: Tensors, unsettled: int | None) -> None:
         """Go on from a `state`, which may have other entries as well."""
-        self.unsettled = UNSETTLED if unsettled is None else unsettled
-        found: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+        self.rounds_to_agree = UNSETTLED if unsettled is None else unsettled
+        by_label: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
         for name, values in tensors.items():
             if name.startswith(PREFIX):
                 label, key = name.removeprefix(PREFIX).split(".", 1)
-                here = {(index, key): v for index, v in enumerate(values) if v is not None}
-                found.setdefault(label, {}).update(here)
-        self._adopt(sorted({key for one in found.values() for key in one}))
+                by_place = {(index, key): v for index, v in enumerate(values) if v is not None}
+                by_label.setdefault(label, {}).update(by_place)
+        self._adopt(sorted({key for by_place in by_label.values() for key in by_place}))
         for part in self.parts:
             part.average.load(
-                {label: [one[place] for place in part.places] for label, one in found.items()}
+                {k: [v[place] for place in part.places] for k, v in by_label.items()}
             )
 
-    def _own(self) -> list[Place]:
+    def _local_places(self) -> list[Place]:
         return [
             (index, key)
             for index, parameter in enumerate(self._settings.parameters)
@@ -410,16 +410,16 @@ class AveragedMomenta:
         parameters, self._places, self.parts = self._settings.parameters, places, []
         groups = self._settings.index.dtype_groups(list(dict.fromkeys(i for i, _ in places)))
         for i, group in enumerate(map(set, groups)):
-            same = [place for place in places if place[0] in group]
+            members = [place for place in places if place[0] in group]
             average = ModelAverage(
-                [parameters[index] for index, _ in same],
-                partial(self._tensors, same),
+                [parameters[index] for index, _ in members],
+                partial(self._tensors, members),
                 self._reduction,
                 f"{self._settings.tag}.momenta.{i}",
                 self._rule,
-                nonnegative=[key in _NONNEGATIVE for _, key in same],
+                nonnegative=[key in _NONNEGATIVE for _, key in members],
             )
-            self.parts.append(Part(0, same, average))
+            self.parts.append(Part(0, members, average))
 
     def _tensors(self, places: Sequence[Place]) -> list[torch.Tensor | None]:
         return [self._tensor(*place) for place in places]

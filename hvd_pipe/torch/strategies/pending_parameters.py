@@ -56,7 +56,7 @@ class PendingParameters:
         self._aside: dict[int, torch.Tensor] = {}
         self._watched: set[int] = set()
         self._hooks: list[RemovableHandle] = []
-        self._finder = ModelFinder(self._meet, FIND_STEPS, through_graph=False)
+        self._finder = ModelFinder(self._add_hooks, FIND_STEPS, through_graph=False)
         self._finder.look_for(parameters)
 
     def watch(self) -> None:
@@ -70,21 +70,21 @@ class PendingParameters:
     def hold(self, owner: object) -> set[int]:
         """Make parameters pending; return the indices of those that cannot be."""
         self._finder.end_step()
-        one, now, self.owner = torch.empty(1), set(), owner
-        storage = one.untyped_storage()
+        sample, not_held, self.owner = torch.empty(1), set(), owner
+        storage = sample.untyped_storage()
         alone, settle, aside = _count(storage), self._settle, self._aside
         for index, (parameter, absent) in enumerate(
             zip(self._parameters, self._absent, strict=True)
         ):
-            if index not in self._gated or self._is_seen(parameter, alone):
-                now.add(index)
+            if index not in self._gated or self._has_other_holders(parameter, alone):
+                not_held.add(index)
                 continue
             aside[index] = parameter.data
             parameter.data = absent
             pending_tensors.hold(parameter, settle)
-        return now
+        return not_held
 
-    def _is_seen(self, parameter: torch.Tensor, alone: int) -> bool:
+    def _has_other_holders(self, parameter: torch.Tensor, alone: int) -> bool:
         """Return whether anybody may reach a parameter's memory by something else than it."""
         storage = parameter.untyped_storage()
         before, is_torchs = self._memory.get(id(parameter), (None, False))
@@ -125,14 +125,14 @@ class PendingParameters:
     def _settle(self, parameter: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
         self._settle_some((self._index[id(parameter)],))
 
-    def _before_module(self, own: Collection[int], module: torch.nn.Module) -> None:
+    def _before_module(self, indices: Collection[int], module: torch.nn.Module) -> None:
         if not (self._aside or self._watched):
             return
         if not (module.training or torch.is_grad_enabled()):
             # Attention layers look at all weights within them before they take their fast path.
             self._settle_some(range(len(self._parameters)))
-        elif not (self._aside.keys().isdisjoint(own) and self._watched.isdisjoint(own)):
-            self._settle_some(own)
+        elif not (self._aside.keys().isdisjoint(indices) and self._watched.isdisjoint(indices)):
+            self._settle_some(indices)
 
     def _settle_some(self, indices: Collection[int]) -> None:
         for index in self._watched.intersection(indices):
@@ -142,12 +142,12 @@ class PendingParameters:
         if use is not None:
             use(indices)
 
-    def _meet(self, root: torch.nn.Module, found: set[int]) -> None:
+    def _add_hooks(self, root: torch.nn.Module, _: set[int]) -> None:
         """Have a model's modules settle their own parameters before they run."""
         self._gate(root)
         for module in root.modules():
             if isinstance(module, torch.jit.ScriptModule):  # reads them in C++
-                self._gated -= self._of(module.parameters())
+                self._gated -= self._indices_of(module.parameters())
             else:
                 hook = ModuleHook(self._replace)
                 self._hooks.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
@@ -158,22 +158,22 @@ class PendingParameters:
             return set()
         compiled = is_compiled(module)
         if compiled:
-            own = self._of(module.parameters())
+            indices = self._indices_of(module.parameters())
             if module._compiled_call_impl is not None:
-                return own
+                return indices
         else:
-            own = self._of(module._parameters.values())
+            indices = self._indices_of(module._parameters.values())
             for child in module.children():
-                own |= self._gate(child)
-        if own:
-            gate = ModuleHook(weakref.WeakMethod(self._before_module), frozenset(own))
+                indices |= self._gate(child)
+        if indices:
+            gate = ModuleHook(weakref.WeakMethod(self._before_module), frozenset(indices))
             self._hooks.append(module.register_forward_pre_hook(gate, prepend=True))
-            self._gated |= own
+            self._gated |= indices
         return set()
 
-    def _of(self, parameters: Iterable[torch.Tensor | None]) -> set[int]:
-        found = (self._index.get(id(parameter)) for parameter in parameters)
-        return {index for index in found if index is not None}
+    def _indices_of(self, parameters: Iterable[torch.Tensor | None]) -> set[int]:
+        indices = (self._index.get(id(parameter)) for parameter in parameters)
+        return {index for index in indices if index is not None}
 
 
 def memory_of(parameters: Iterable[torch.Tensor]) -> dict[int, Memory]:

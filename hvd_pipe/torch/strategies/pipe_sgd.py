@@ -74,7 +74,7 @@ class PipeSGDEngine(Engine):
         index, groups = self.settings.index, self.settings.groups
         every = range(len(self.settings.names))
         self._tuner: Tuner | None = None
-        self._stays = False
+        self._is_final = False
         """Whether plans were tried, and one stays: a checkpoint holds it."""
         if groups is not None:
             self._adopt(index.as_plan(groups, "given"))
@@ -86,28 +86,28 @@ class PipeSGDEngine(Engine):
             self._adopt(self._choices[0])
             if len(self._choices) > 1 and not self.reduction.alone:
                 self._tuner = make_tuner(self.settings.tag, self.reduction.process_set)
-                self._time_anew()
+                self._restart_timing()
         self._pending: BucketSet | None = None
         self._scales: dict[BucketSet, float] = {}
         self._shown: BucketSet | None = None
-        self._ahead = Prediction(self.settings)
+        self._prediction = Prediction(self.settings)
         self._applied: list[torch.Tensor | None] = []
 
-    def _time_anew(self) -> None:
+    def _restart_timing(self) -> None:
         """Time the plan in use from its first steps on: those of the warm-up are others."""
         if self._tuner is not None:
             self._tuner.begin(max(self.rounds, self._warmup_steps) + SKIP_STEPS)
 
     def _adopt(self, plan: Plan) -> None:
         """Make both sets by a plan; nothing is in flight."""
-        self._take(plan)
+        self._set_plan(plan)
         even = self._make("even")
         self._sets = [even, self._make("odd", like=even)]
         self._outdated: set[BucketSet] = set()
         """Sets with the buckets of the plan before."""
         self.current = self._sets[0]
 
-    def _take(self, plan: Plan) -> None:
+    def _set_plan(self, plan: Plan) -> None:
         self.plan = plan
         self._groups = self.settings.index.plan_groups(plan, range(len(self.settings.names)))
 
@@ -127,7 +127,7 @@ class PipeSGDEngine(Engine):
         return self._shown is not None and self._shown.all_present
 
     def weights(self) -> Sequence[torch.Tensor]:
-        return self._ahead.true or super().weights()
+        return self._prediction.true_weights or super().weights()
 
     def note_scale(self, scale: float) -> None:
         self._scales[self._pending or self.current] = scale
@@ -138,7 +138,7 @@ class PipeSGDEngine(Engine):
 
     # Architecture: P1
     def prepare(self, shown_in: Mapping[int, torch.Tensor]) -> bool:
-        self._ahead.restore()
+        self._prediction.restore()
         self._scales.pop(self.current, None)
         if self.rounds < self._warmup_steps:
             self.current.flush()
@@ -177,14 +177,14 @@ class PipeSGDEngine(Engine):
             return
         assert self.plan is not None
         tuner.seen(self.plan)
-        plan, self._stays = tuner.next(partial(next_given, self._choices))
+        plan, self._is_final = tuner.next(partial(next_given, self._choices))
         tuner.begin(self.rounds + REFILL_STEPS)
-        if self._stays:
+        if self._is_final:
             self._tuner = None
             _log.info("plan after step %d:\n%s", self.rounds, plan)
         if plan.buckets != self.plan.buckets:
             self._outdated = set(self._sets)
-        self._take(plan)
+        self._set_plan(plan)
 
     def note_gradients(self) -> None:
         if self._pending is not None and self._predict == "previous":
@@ -206,7 +206,7 @@ class PipeSGDEngine(Engine):
                 scale = (scale or 1.0) / self.reduction.workers
         present = [gradient for gradient in guess if gradient is not None]
         if present and (not self._scales or are_finite(present)):
-            self._ahead.predict(guess, scale or 1.0)
+            self._prediction.predict(guess, scale or 1.0)
 
     # Architecture: P4
     def drain(self) -> None:
@@ -215,7 +215,7 @@ class PipeSGDEngine(Engine):
         A rank without a gradient takes synchronize() before step() for the end of training, so
         ranks meet under the name of a message that a rank which has a gradient sends.
         """
-        self._ahead.restore()
+        self._prediction.restore()
         if self._pending is not None and not self.reduction.alone:
             self._pending.complete_buckets()
             self.meet()
@@ -241,14 +241,14 @@ class PipeSGDEngine(Engine):
         self.settings.optimizer._update()
 
     def after_join(self) -> None:
-        self._ahead.restore()
+        self._prediction.restore()
         self._apply_pending()
         self.current = self._sets[0]
         if self.current in self._outdated:
             self.current = self._renewed(self.current)
         self.settings.optimizer._note_old()
         self.rounds = self._warmup_steps
-        self._time_anew()
+        self._restart_timing()
 
     def state(self) -> State:
         due = self._pending
@@ -259,9 +259,9 @@ class PipeSGDEngine(Engine):
         if due is not None:
             counters["scale"] = self._scales.get(due)
             tensors["pending"] = gradients_of(due)
-        if self._ahead.true is not None:
-            tensors["weights"] = [value.clone() for value in self._ahead.true]
-        if self.plan is not None and self._stays:
+        if self._prediction.true_weights is not None:
+            tensors["weights"] = [value.clone() for value in self._prediction.true_weights]
+        if self.plan is not None and self._is_final:
             counters["plan"] = self.plan.to_json()
         return State(counters, tensors)
 
@@ -271,14 +271,14 @@ class PipeSGDEngine(Engine):
         is_free = self.settings.groups is None and self._bucket_bytes is None
         plan = Plan.from_json(text) if text is not None and is_free else None
         if plan is not None and set(plan.names) == set(self.settings.names):
-            self._tuner, self._stays = None, True  # others were tried against it
+            self._tuner, self._is_final = None, True  # others were tried against it
             self._adopt(plan)
         else:
-            self._time_anew()
+            self._restart_timing()
         self.current = self._sets[0]
         restore_residuals(self._sets[0], state.tensors)
         if "weights" in state.tensors:
-            self._ahead.load(state.tensors["weights"])
+            self._prediction.load(state.tensors["weights"])
         if "pending" in state.tensors:
             self._pending, self.current = self._sets
             self.current.copy_in()  # p.grad must not lead to the pending gradient
@@ -289,7 +289,7 @@ class PipeSGDEngine(Engine):
 
     def discard(self) -> None:
         super().discard()
-        self._ahead.true = None  # others were loaded
+        self._prediction.true_weights = None  # others were loaded
         for buckets in self._sets:
             buckets.discard()
         self._pending = self._shown = None
@@ -298,7 +298,7 @@ class PipeSGDEngine(Engine):
         if self._outdated:
             assert self.plan is not None
             self._adopt(self.plan)
-        self._time_anew()
+        self._restart_timing()
 
     # Architecture: P2
     def _wait(self, due: BucketSet, shown_in: Mapping[int, torch.Tensor]) -> bool:
@@ -351,57 +351,57 @@ class Prediction:
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._parameters = settings, settings.parameters
-        self.true: list[torch.Tensor] | None = None
+        self.true_weights: list[torch.Tensor] | None = None
         """The weights that training has, while others are ahead of them."""
         self._versions: list[int] | None = None
 
     def predict(self, guess: Sequence[torch.Tensor | None], scale: float) -> None:
         """Move the weights by the update that ``guess / scale`` makes, which may be written to."""
-        self.true = [value.clone() for value in self._values()]
+        self.true_weights = [value.clone() for value in self._values()]
         shown = [parameter.grad for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, guess, strict=True):
             parameter.grad = gradient if gradient is None or scale == 1.0 else gradient / scale
         self._update(self._settings.optimizer)
         for parameter, gradient in zip(self._parameters, shown, strict=True):
             parameter.grad = gradient
-        self._versions = self._now()
+        self._versions = self._current_versions()
 
     def _update(self, optimizer: Any) -> None:
         """Make an update that moves the weights only: without hooks, on a copy of the state."""
-        kept, groups = dict(optimizer.state), [dict(group) for group in optimizer.param_groups]
+        saved, groups = dict(optimizer.state), [dict(group) for group in optimizer.param_groups]
         optimizer.state.clear()
-        for parameter, state in kept.items():
+        for parameter, state in saved.items():
             optimizer.state[parameter] = {key: _copied(value) for key, value in state.items()}
         try:
             optimizer._step_without_hooks()
         finally:
             optimizer.state.clear()
-            optimizer.state.update(kept)
+            optimizer.state.update(saved)
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 group.update(before)
 
     def restore(self) -> None:
         """Put the true weights back; raise where somebody has changed the weights since."""
-        if self.true is None:
+        if self.true_weights is None:
             return
-        if self._versions is not None and self._versions != self._now():
-            self.true = None
+        if self._versions is not None and self._versions != self._current_versions():
+            self.true_weights = None
             raise HvdPipeError(
                 "weights were changed between two steps, while they were ahead of the updates "
                 "(prediction): call optimizer.synchronize() before changing them."
             )
-        torch._foreach_copy_(self._values(), self.true)
-        self.true = None
+        torch._foreach_copy_(self._values(), self.true_weights)
+        self.true_weights = None
 
     def load(self, weights: Sequence[torch.Tensor | None]) -> None:
         """Take these for the true weights; a parameter without one is where it should be."""
         self._versions = None
-        self.true = [
+        self.true_weights = [
             value.clone() if true is None else true.to(value)
             for true, value in zip(weights, self._values(), strict=True)
         ]
 
-    def _now(self) -> list[int]:
+    def _current_versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]
 
     def _values(self) -> list[torch.Tensor]:

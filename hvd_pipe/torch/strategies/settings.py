@@ -28,18 +28,18 @@ class GradientHooks:
         """The index of a parameter, by its identity."""
         self._handles: dict[int, RemovableHandle] = {}
 
-    def tell(self, engine: object, parameters: Sequence[torch.Tensor], hook: Any) -> None:
+    def attach(self, engine: object, parameters: Sequence[torch.Tensor], hook: Any) -> None:
         """Tell this engine of gradients; a hook that is there keeps its place among others."""
         self.engine = weakref.ref(engine)
         self.places = {id(parameter): index for index, parameter in enumerate(parameters)}
-        for gone in self._handles.keys() - self.places.keys():
-            self._handles.pop(gone).remove()
+        for identity in self._handles.keys() - self.places.keys():
+            self._handles.pop(identity).remove()
         for parameter in parameters:
             if id(parameter) not in self._handles:
                 trains = parameter.requires_grad
                 parameter.requires_grad_()  # or torch takes no hook: it may be frozen for now
-                listen = parameter.register_post_accumulate_grad_hook
-                self._handles[id(parameter)] = listen(hook)  # type: ignore[no-untyped-call]
+                register = parameter.register_post_accumulate_grad_hook
+                self._handles[id(parameter)] = register(hook)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(trains)
 
     def end(self, engine: object = None) -> None:
@@ -95,8 +95,8 @@ class Settings:
         """The parameters' names and sizes, and which may share a bucket."""
         return GradientIndex(
             self.names,
-            [each.numel() * gradient_dtype(each).itemsize for each in self.parameters],
-            [((each.dtype, gradient_dtype(each)), each.device) for each in self.parameters],
+            [p.numel() * gradient_dtype(p).itemsize for p in self.parameters],
+            [((p.dtype, gradient_dtype(p)), p.device) for p in self.parameters],
         )
 
     def wire_bytes(self) -> list[int]:
