@@ -191,9 +191,11 @@ class Int8(Int8Format, Codec):
         for start in range(0, numel, step):
             count = min(step, numel - start)
             rows = values[: chunk * self.chunks(count)].view(-1, chunk)
-            own = scale[: 4 * rows.shape[0]].copy_(scales[4 * (start // chunk) :][: 4 * len(rows)])
+            part = scale[: 4 * rows.shape[0]].copy_(
+                scales[4 * (start // chunk) :][: 4 * len(rows)]
+            )
             values[:count].copy_(code[start : start + count])
-            rows.mul_(own.view(torch.float32).view(-1, 1))
+            rows.mul_(part.view(torch.float32).view(-1, 1))
             yield start, values[:count]
 
     def _parts(self, data: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -160,7 +160,7 @@ def waits_for(frames: Frames) -> Wait | None:
     frame = frames.get(main)
     wait = _wait_of(main, frame)
     if wait is None and (frame is None or module_of(frame) in _FOR_THREADS):
-        wait = next(filter(None, (_wait_of(*item) for item in frames.items())), None)
+        wait = next(filter(None, (_wait_of(thread, f) for thread, f in frames.items())), None)
     return wait
 
 

@@ -140,19 +140,19 @@ def worker_speeds(
     if len(members(process_set)) > 1:
         barrier(process_set=process_set)
     failure: Exception | None = None
-    mine = 0.0
+    step_s = 0.0
     try:
-        mine = _median_seconds(step, seconds)
+        step_s = _median_seconds(step, seconds)
     except Exception as error:  # the others wait in gather, and must not wait for ever
         failure = error
-    times = gather(mine, _NAME, process_set)
+    times = gather(step_s, _NAME, process_set)
     if failure is not None:
         raise failure
     if min(times) <= 0:
         raise RuntimeError(
             f"the step failed on rank {times.index(min(times))} of the process set: see its error."
         )
-    speeds = [1.0 / each for each in times]
+    speeds = [1.0 / t for t in times]
     return [speed / statistics.fmean(speeds) for speed in speeds]
 
 

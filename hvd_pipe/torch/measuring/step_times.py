@@ -53,16 +53,16 @@ class ReadyTimes:
         self._moments[index] = self._stopwatch.now()
 
     def end_step(self) -> tuple[Moment, Moment] | None:
-        """Close a pass; return its first gradient's moment, and its end (of missing ones)."""
+        """Close a pass; return the moments of its first gradient and of its end."""
         self.steps += 1
-        present = [each for each in self._moments if each is not None]
+        present = [moment for moment in self._moments if moment is not None]
         if not present:
             return None
         end = self._stopwatch.now()
         Stopwatch.wait(end)
-        first = min(present, key=lambda each: Stopwatch.seconds(present[0], each))
-        moments = [end if each is None else each for each in self._moments]
-        self._ready_s.append([Stopwatch.seconds(first, each) for each in moments])
+        first = min(present, key=lambda moment: Stopwatch.seconds(present[0], moment))
+        moments = [end if moment is None else moment for moment in self._moments]
+        self._ready_s.append([Stopwatch.seconds(first, moment) for moment in moments])
         self._moments = [None] * self.count
         return first, end
 
@@ -118,20 +118,20 @@ class FirstUses(ReadyTimes):
     def end_step(self) -> tuple[Moment, Moment] | None:
         """Note that the next ``step()`` is called."""
         begun, self._begun = self._begun, None
-        if begun is None or all(each is None for each in self._moments):
+        if begun is None or all(moment is None for moment in self._moments):
             return None
         ends = super().end_step()
         assert ends is not None
         forward_s = Stopwatch.seconds(begun, ends[0])
-        needed = {index: Stopwatch.seconds(begun, each) for index, each in self._used.items()}
+        needed = {index: Stopwatch.seconds(begun, moment) for index, moment in self._used.items()}
         self._needed_s.append([needed.get(index, forward_s) for index in range(self.count)])
         self._passes.append((forward_s, Stopwatch.seconds(*ends)))
         return ends
 
     def uses(self) -> Uses:
         """Return the earliest need of all steps, and the medians of the rest."""
-        needed = [max(0.0, min(each)) for each in zip(*self._needed_s, strict=True)]
-        forward_s, backward_s = (median(each) for each in zip(*self._passes, strict=True))
+        needed = [max(0.0, min(values)) for values in zip(*self._needed_s, strict=True)]
+        forward_s, backward_s = (median(values) for values in zip(*self._passes, strict=True))
         return Uses(needed, self.seconds(), forward_s, backward_s)
 
 
@@ -169,8 +169,13 @@ class JobTimes:
     def end_step(self) -> None:
         """Note that ``optimizer.step()`` ends now."""
         end, previous = self._stopwatch.now(), self._previous
-        seen = any(moment is not None for moment in self._ready)
-        if seen and previous is not None and self._begun is not None and self._updated is not None:
+        ready = any(moment is not None for moment in self._ready)
+        if (
+            ready
+            and previous is not None
+            and self._begun is not None
+            and self._updated is not None
+        ):
             self._steps.append((previous, self._ready, self._begun, self._updated))
         self._ready = [None] * self.count
         self._previous, self._begun, self._updated = end, None, None
@@ -190,10 +195,10 @@ class JobTimes:
     def _seconds(
         previous: Moment, ready: Sequence[Moment | None], begun: Moment, updated: Moment
     ) -> list[float]:
-        seconds = [None if each is None else Stopwatch.seconds(previous, each) for each in ready]
-        present = [each for each in seconds if each is not None]
+        seconds = [None if s is None else Stopwatch.seconds(previous, s) for s in ready]
+        present = [s for s in seconds if s is not None]
         first, last = min(present), max(present)
-        since = [(last if each is None else each) - first for each in seconds]
+        since = [(last if s is None else s) - first for s in seconds]
         return [first, Stopwatch.seconds(begun, updated), *since]
 
     def mark(self, index: int) -> None:
@@ -226,9 +231,9 @@ class JobProfile:
         self.times.end_step()
         if self.times.steps < SKIP_STEPS + RECORD_STEPS:
             return True
-        own = self.times.close()
-        assert own is not None
-        profile, path = profile_of(own, self.names, self.sizes), self.path
+        times = self.times.close()
+        assert times is not None
+        profile, path = profile_of(times, self.names, self.sizes), self.path
         try:
             profile.save(path)
         except OSError as error:  # training is worth more than its profile
@@ -262,5 +267,5 @@ def profile_job(
         )
         return None
     times = JobTimes(optimizer, parameters)
-    sizes = [each.numel() * each.element_size() for each in parameters]
+    sizes = [p.numel() * p.element_size() for p in parameters]
     return JobProfile(path, times, names, sizes)

@@ -76,19 +76,19 @@ class TorchOptions(Options):
 
     def _check_model(self) -> None:
         modules = self.modules()
-        wrong = [type(one).__name__ for one in modules if not isinstance(one, nn.Module)]
+        wrong = [type(m).__name__ for m in modules if not isinstance(m, nn.Module)]
         if wrong or not modules:
             raise TypeError(
                 "model must be an nn.Module, or a list of modules that are called one after the "
                 f"other, got {', '.join(wrong) or 'an empty list'}"
             )
-        if any(p.is_meta for one in modules for p in one.parameters()):
+        if any(p.is_meta for module in modules for p in module.parameters()):
             raise ValueError(
                 "the model has layers on the meta device, which have no values; a pipeline leaves "
                 "those of other workers so: build the model anew, and load() a checkpoint into "
                 "its pipeline, or load_state_dict(engine.state_dict()) before"
             )
-        if not any(p.requires_grad for one in modules for p in one.parameters()):
+        if not any(p.requires_grad for module in modules for p in module.parameters()):
             raise ValueError("the model has no parameters that require gradients")
 
 
@@ -137,10 +137,10 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
     layers, assignment, cuts, samples = _divided(options, batch, device)
     worker, stages, coalesces = assignment.worker, len(cuts), assignment.mode.coalesces
     part, received = cuts[worker.stage], cuts[worker.stage - 1].outputs if worker.stage else ()
-    owners = {name: s for s, one in enumerate(cuts) for name in one.module.state_dict()}
+    owners = {name: s for s, c in enumerate(cuts) for name in c.module.state_dict()}
     unused = {k: v.detach().cpu().clone() for k, v in state.items() if k not in owners}
     del state
-    _forget(options.modules(), part.module)
+    _free_other_stages(options.modules(), part.module)
     optimizer, scheduler = agreement.checked(
         lambda: (_optimizer(options, part.module, assignment.lr_scale), []),
         "hvd_pipe.pipeline.optimizer",
@@ -216,7 +216,7 @@ def _updates(
 def _divided(
     options: TorchOptions, batch: Any, device: torch.device
 ) -> tuple[tuple[str, ...], Assignment, list[StageModule], int]:
-    """Trace, plan and cut the model: with its layers, and the samples of a microbatch."""
+    """Trace, plan and cut the model; return also its layers and the samples of a microbatch."""
 
     def look() -> tuple[Traced, Description]:
         inputs = split(batch, options.microbatches or 1)[0].inputs
@@ -269,8 +269,8 @@ def _optimizer(options: TorchOptions, module: nn.Module, lr_scale: float) -> tup
     if not parameters:
         return None, None
     optimizer = _new_optimizer(options, parameters)
-    own = {id(p) for p in parameters}
-    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+    owned = {id(p) for p in parameters}
+    if any(id(p) not in owned for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "optimizer_fn's optimizer has parameters that are not of its stage: make it from the "
             "list that optimizer_fn is called with, lambda parameters: SGD(parameters, lr=0.1)"
@@ -286,13 +286,13 @@ def _optimizer(options: TorchOptions, module: nn.Module, lr_scale: float) -> tup
     return optimizer, scheduler
 
 
-def _forget(modules: Sequence[nn.Module], kept: nn.Module) -> None:
-    """Free the memory of what other workers hold."""
-    keep = {id(x) for x in (*kept.parameters(), *kept.buffers())}
+def _free_other_stages(modules: Sequence[nn.Module], part: nn.Module) -> None:
+    """Free the parameters and buffers of the other stages."""
+    kept_ids = {id(x) for x in (*part.parameters(), *part.buffers())}
     for module in (inner for outer in modules for inner in outer.modules()):
         state = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for name, tensor in state:
-            if id(tensor) not in keep:
+            if id(tensor) not in kept_ids:
                 empty = tensor.detach().to("meta")
                 if isinstance(tensor, nn.Parameter):
                     empty = nn.Parameter(empty, tensor.requires_grad)

@@ -135,7 +135,7 @@ def _load_training(built: TorchPipeline, stages: list[dict[str, Any]]) -> None:
     optimizer, scheduler = built.updates.optimizer, built.scheduler
     if optimizer is None:
         return
-    state = {name: one for stage in stages for name, one in stage["state"].items()}
+    state = {k: v for stage in stages for k, v in stage["state"].items()}
     groups = {
         name: (stage, g) for stage in stages for g in stage["groups"] for name in g["params"]
     }

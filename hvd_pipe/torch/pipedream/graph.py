@@ -65,7 +65,7 @@ class Traced:
         return self.graph_module.graph.output_node()
 
     def users(self) -> dict[fx.Node, set[str]]:
-        """Return who uses a value but its own layer: names of layers, "" for the result."""
+        """Return the other layers, by name, that use a value; "" where the model returns it."""
         home = {node: layer.name for layer in self.layers for node in layer.nodes}
         users: dict[fx.Node, set[str]] = {}
         for node in [*home, self.output]:
@@ -153,20 +153,20 @@ def specs(traced: Traced, sample: Sequence[Tensor]) -> dict[fx.Node, tuple[Tenso
     _check_sample(sample, [traced.names[node] for node in traced.inputs])
     batch = sample[0].shape[0]
     fewer = max(1, batch // 2)
-    smaller = [x[:fewer] if x.ndim and x.shape[0] == batch else x for x in sample]
+    half_sample = [x[:fewer] if x.ndim and x.shape[0] == batch else x for x in sample]
     module = traced.graph_module
-    whole, half = Run(module), Run(module)
+    whole_batch, half_batch = Run(module), Run(module)
     with as_before(module, traced.model, sample, training=False):
-        whole.watch(sample)
+        whole_batch.watch(sample)
         try:
-            half.watch(smaller)
+            half_batch.watch(half_sample)
         except Exception:  # as it would do with a smaller last minibatch
-            half = whole
+            half_batch = whole_batch
     values = {}
     for node in dict.fromkeys([*traced.inputs, *traced.users()]):
-        tensors, others = whole.tensors[node], half.tensors[node]
+        tensors, halves = whole_batch.tensors[node], half_batch.tensors[node]
         values[node] = tuple(
-            _spec(traced.names[node] + path, x, others.get(path, x), node in traced.run.trained)
+            _spec(traced.names[node] + path, x, halves.get(path, x), node in traced.run.trained)
             for path, x in tensors.items()
         )
     return values
@@ -184,8 +184,8 @@ def _is_no_tuple(value: Any) -> bool:
     return not isinstance(value, tuple | list)
 
 
-def apart(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the tensors of nested tuples, and how they nest; anything else is left whole."""
+def flatten_tuples(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the tensors of nested tuples, and their structure; any other value is one leaf."""
     whole = not named_tensors(value)
     return pytree.tree_flatten(value, is_leaf=lambda x: whole or _is_no_tuple(x))
 
@@ -232,13 +232,13 @@ def _check_sample(sample: Sequence[Tensor], wanted: Sequence[str] | None = None)
 
 @contextmanager
 def as_before(
-    made: nn.Module, model: nn.Module, sample: Sequence[Tensor], training: bool
+    traced: nn.Module, model: nn.Module, sample: Sequence[Tensor], training: bool
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Put training flags, buffers and random numbers back; give buffers with their values.
+    """Restore training flags, buffers and random states; yield the buffers with their values.
 
     No gradients are computed within.
     """
-    modules = {id(m): m for root in (made, model) for m in root.modules()}
+    modules = {id(m): m for root in (traced, model) for m in root.modules()}
     flags = [(module, module.training) for module in modules.values()]
     tensors = {id(b): b for module in modules.values() for b in module.buffers(recurse=False)}
     buffers = [(buffer, buffer.detach().clone()) for buffer in tensors.values()]
@@ -257,28 +257,28 @@ def as_before(
                     buffer.copy_(value)
 
 
-# What a run shows.
+# A recorded run.
 
 
 class Run(fx.Interpreter):
-    """Runs a model, and notes what its nodes give, and what they change in place.
+    """Runs a model, and records the results of its nodes, and what they change in place.
 
-    A tensor goes by the memory that it is a view of; its number is the node's that made it.
+    A tensor is identified by its memory, and that by the node that has allocated it.
     """
 
-    def __init__(self, made: fx.GraphModule) -> None:
-        super().__init__(made)
-        self.places = {node: at for at, node in enumerate(made.graph.nodes)}
+    def __init__(self, traced: fx.GraphModule) -> None:
+        super().__init__(traced)
+        self.places = {node: at for at, node in enumerate(traced.graph.nodes)}
         self.structures: dict[fx.Node, pytree.TreeSpec] = {}
-        """How tensors nest in what nodes give, where they do."""
+        """How tensors nest in the results of nodes."""
         self.tensors: dict[fx.Node, dict[str, Tensor]] = {}
-        """Tensors in what nodes give, as large as they are, on the meta device."""
-        self.asks: set[fx.Node] = set()
-        """Nodes that give no tensors, but sizes, dtypes, devices of them."""
+        """The tensors in the results of nodes, on the meta device."""
+        self.metadata: set[fx.Node] = set()
+        """Nodes that return sizes, dtypes or devices of tensors."""
         self.changing: set[fx.Node] = set()
         """Nodes that change a tensor in place."""
-        self.together: set[tuple[fx.Node, fx.Node]] = set()
-        """A node that changes a tensor, with one that has used it before."""
+        self.joined: set[tuple[fx.Node, fx.Node]] = set()
+        """Pairs of a node that changes a tensor and a node that has used it before."""
         self.changed: set[int] = set()
         """Identities of buffers that have been changed."""
         self.trained: set[fx.Node] = set()
@@ -290,7 +290,7 @@ class Run(fx.Interpreter):
         tensors: dict[fx.Node, None] = {}
         queue = list(node.all_input_nodes)
         for source in queue:
-            if source in self.asks:
+            if source in self.metadata:
                 queue.extend(source.all_input_nodes)
             else:
                 tensors[source] = None
@@ -315,7 +315,7 @@ class Run(fx.Interpreter):
             if x._version != version
         }
         tensors = flat(result)
-        self.structures[n] = apart(result)[1]
+        self.structures[n] = flatten_tuples(result)[1]
         self.tensors[n] = {
             path: torch.empty(x.shape, dtype=x.dtype, device="meta")
             for path, x in named_tensors(result).items()
@@ -327,12 +327,12 @@ class Run(fx.Interpreter):
             for other in self._memory:
                 used = [other, *other.all_input_nodes]
                 if any(not changed.isdisjoint(self._memory[u].values()) for u in used):
-                    self.together.add((n, other))
+                    self.joined.add((n, other))
         elif not tensors and n.users and n.op in ("call_function", "call_method"):
             # What is taken out of a layer's result belongs to the layer, whatever it is.
-            of_layer = n.target is operator.getitem and n.args[0] not in self.asks
+            of_layer = n.target is operator.getitem and n.args[0] not in self.metadata
             if not of_layer:
-                self.asks.add(n)
+                self.metadata.add(n)
         has_trained = any(x.requires_grad for x in state_of(n, self.module))
         depends = has_trained or not self.trained.isdisjoint(n.all_input_nodes)
         if depends and not called(n).startswith("detach"):
@@ -375,25 +375,25 @@ def takes_part(node: fx.Node) -> bool:
 
 
 def _linked(run: Run, module: fx.GraphModule, chain: bool) -> networkx.DiGraph:
-    """Link what is used to what uses it, and both ways where they stay together."""
-    calls = [n for n in module.graph.nodes if n.op.startswith("call_") and n not in run.asks]
+    """Link each call to its users, and both ways where they must stay together."""
+    calls = [n for n in module.graph.nodes if n.op.startswith("call_") and n not in run.metadata]
     links = networkx.DiGraph()
     links.add_nodes_from(calls)
-    together = set() if chain else set(run.together)
+    joined = set() if chain else set(run.joined)
     owners: dict[int, list[fx.Node]] = {}
     fixed: set[fx.Node] = set()  # from no input of the model
     weights: set[fx.Node] = set()  # those from parameters
-    for at, node in enumerate(calls):
+    for place, node in enumerate(calls):
         sources = run.tensors_of(node)
         links.add_edges_from((source, node) for source in sources if source in links)
         if takes_part(node):
-            together.update((node, source) for source in sources)
+            joined.update((node, source) for source in sources)
         if not node.users and all(source.op == "get_attr" for source in sources):
             # It only counts a buffer up, so it is no layer of its own.
-            together.add((node, calls[at + 1] if at + 1 < len(calls) else calls[0]))
-        for tensor in _of_one_stage(node, run, module):
+            joined.add((node, calls[place + 1] if place + 1 < len(calls) else calls[0]))
+        for tensor in _unshared_state(node, run, module):
             owners.setdefault(id(tensor), []).append(node)
-        inputs = [n for n in node.all_input_nodes if n not in run.asks]
+        inputs = [n for n in node.all_input_nodes if n not in run.metadata]
         if all(n in fixed or n.op == "get_attr" for n in inputs):
             fixed.add(node)
             state = [tensor for n in inputs for tensor in state_of(n, module)]
@@ -402,16 +402,16 @@ def _linked(run: Run, module: fx.GraphModule, chain: bool) -> networkx.DiGraph:
             ):
                 weights.add(node)
             if node in weights or len(node.users) == 1:
-                together.update((node, user) for user in node.users)
-    together.update((nodes[0], node) for nodes in owners.values() for node in nodes)
-    for a, b in together:
+                joined.update((node, user) for user in node.users)
+    joined.update((nodes[0], node) for nodes in owners.values() for node in nodes)
+    for a, b in joined:
         if a in links and b in links:
             links.add_edges_from([(a, b), (b, a)])
     return links
 
 
-def _of_one_stage(node: fx.Node, run: Run, module: fx.GraphModule) -> Iterator[Tensor]:
-    """Yield what a node uses and two stages cannot have: parameters, and buffers that change."""
+def _unshared_state(node: fx.Node, run: Run, module: fx.GraphModule) -> Iterator[Tensor]:
+    """Yield the parameters and changing buffers of a node, which one stage must have alone."""
     if node.op == "call_module":
         yield from state_of(node, module)
     for source in run.tensors_of(node):
@@ -545,9 +545,9 @@ def part(
         names = [node.name] if count == 1 else [f"{node.name}_{at}" for at in range(count)]
         env[node] = pytree.tree_unflatten([*map(graph.placeholder, names)], structure)
 
-    def find(node: fx.Node) -> Any:
+    def copy_of(node: fx.Node) -> Any:
         if node not in env:  # a size or an attribute: each part reads it itself
-            env[node] = graph.node_copy(node, find)
+            env[node] = graph.node_copy(node, copy_of)
         return env[node]
 
     for node in nodes:
@@ -556,13 +556,13 @@ def part(
                 value = env.get(source)
                 if isinstance(value, fx.Node) and value.op == "placeholder":
                     env[source] = graph.call_method("clone", (value,))
-        env[node] = graph.node_copy(node, find)
+        env[node] = graph.node_copy(node, copy_of)
     if sent is None:
-        graph.output(fx.node.map_arg(traced.output.args[0], find))
+        graph.output(fx.node.map_arg(traced.output.args[0], copy_of))
     else:
         results = []
         for node in sent:
-            structure, value = traced.run.structures[node], find(node)
+            structure, value = traced.run.structures[node], copy_of(node)
             if structure.is_leaf():
                 results.append(value)
             else:
@@ -575,7 +575,7 @@ def part(
 
 def flattened(value: Any) -> list[Any]:
     """Return the tensors of nested tuples."""
-    return apart(value)[0]
+    return flatten_tuples(value)[0]
 
 
 def _homes(traced: Traced, stages: Sequence[Sequence[str]]) -> dict[fx.Node, int]:

@@ -1,4 +1,4 @@
-"""What a model's layers take and keep for backward, and what a stage holds in memory: measured."""
+"""Measures layers (times, memory kept for backward) and the memory of a stage."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def profile(
 
 
 @dataclass
-class _Held:
-    """A storage that values of the run have; it is kept, so that its address stays its own."""
+class _StorageUse:
+    """A storage of values of the run; it is kept alive, so that its address is not used again."""
 
     storage: torch.UntypedStorage
     owner: str
@@ -54,16 +54,16 @@ class _Held:
 
 
 class _Run:
-    """One pass over the layers in order, each of them measured with what those before made."""
+    """One pass over the layers in order; each is measured on the results of those before."""
 
     def __init__(self, traced: Traced, sample: Sequence[Tensor], steps: int, skip: int) -> None:
         self._traced, self._steps, self._skip = traced, steps, skip
         values = specs(traced, sample)
-        self._gradients = {n: [spec.gradient for spec in found] for n, found in values.items()}
+        self._gradients = {n: [x.gradient for x in node_specs] for n, node_specs in values.items()}
         self._home = {node: layer.name for layer in traced.layers for node in layer.nodes}
         self._users = traced.users()
         self._env: dict[fx.Node, list[Any]] = {}
-        self._held: dict[int, _Held] = {}
+        self._storages: dict[int, _StorageUse] = {}
         self.saved = dict.fromkeys(self._home.values(), 0)
         state = [*traced.model.parameters(), *traced.model.buffers()]
         state += traced.graph_module.buffers()
@@ -85,15 +85,15 @@ class _Run:
         parameters = [p for p in module.parameters() if p.requires_grad]
         wanted = [t for t in [*flat(inputs), *parameters] if t.requires_grad]
         forward, backward = [], []
-        kept: dict[int, torch.UntypedStorage] = {}
+        saved: dict[int, torch.UntypedStorage] = {}
         for step in range(self._skip + self._steps):
             last = step == self._skip + self._steps - 1
-            with _on_saved(lambda x: kept.update({x.data_ptr(): x})) if last else nullcontext():
+            with _on_saved(lambda x: saved.update({x.data_ptr(): x})) if last else nullcontext():
                 start = self._now()
                 results = module(*inputs)
                 forward.append(self._now() - start)
             if last:
-                self._store_results(layer.name, sent, list(results), kept)
+                self._store_results(layer.name, sent, list(results), saved)
             outputs = [t for t in flat(results) if t.requires_grad]
             backward.append(0.0)
             if outputs and wanted:
@@ -117,7 +117,7 @@ class _Run:
 
     def _inputs(self, node: fx.Node) -> list[Any]:
         gradients = self._gradients[node]
-        if not gradients:  # no tensors, so it is given on as it is
+        if not gradients:  # not tensors: passed on as it is
             return self._env[node]
         pairs = zip(self._env[node], gradients, strict=True)
         return [x.detach().requires_grad_(gradient) for x, gradient in pairs]
@@ -127,7 +127,7 @@ class _Run:
         name: str,
         sent: Sequence[fx.Node],
         results: Sequence[Any],
-        kept: Mapping[int, torch.UntypedStorage],
+        saved: Mapping[int, torch.UntypedStorage],
     ) -> None:
         """Store a layer's results, and count what autograd keeps for it."""
         at = 0
@@ -135,27 +135,27 @@ class _Run:
             count = self._traced.run.structures[node].num_leaves
             self._keep(node, results[at : at + count], name)
             at += count
-        for address, storage in kept.items():
-            held = self._held.get(address)
-            if address in self._state or (held is not None and held.counted):
+        for address, storage in saved.items():
+            known = self._storages.get(address)
+            if address in self._state or (known is not None and known.counted):
                 continue
-            if held is not None:
-                held.counted = True
-            self.saved[name if held is None else held.owner or name] += storage.nbytes()
+            if known is not None:
+                known.counted = True
+            self.saved[name if known is None else known.owner or name] += storage.nbytes()
 
     def _keep(self, node: fx.Node, values: Sequence[Any], owner: str) -> None:
         self._env[node] = [pytree.tree_map_only(Tensor, Tensor.detach, x) for x in values]
         for tensor in flat(values):
             storage = tensor.untyped_storage()
-            held = self._held.setdefault(storage.data_ptr(), _Held(storage, owner))
-            held.users += 1
+            known = self._storages.setdefault(storage.data_ptr(), _StorageUse(storage, owner))
+            known.users += 1
 
     def _drop(self, node: fx.Node) -> None:
         for tensor in flat(self._env.pop(node)):
             address = tensor.untyped_storage().data_ptr()
-            self._held[address].users -= 1
-            if not self._held[address].users:
-                del self._held[address]
+            self._storages[address].users -= 1
+            if not self._storages[address].users:
+                del self._storages[address]
 
     def _now(self) -> float:
         if self._cuda:
@@ -203,7 +203,9 @@ class ActivationMeter:
 
     def __init__(self) -> None:
         self.most_bytes = 0
-        self._kept: dict[int, torch.UntypedStorage] = {}  # which live on, so addresses are theirs
+        self._storages: dict[
+            int, torch.UntypedStorage
+        ] = {}  # kept alive: no address is used twice
         self.is_done = False
 
     @contextmanager
@@ -225,11 +227,11 @@ class ActivationMeter:
             self._count(x.untyped_storage())
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage.data_ptr() not in self._kept:
-            self._kept[storage.data_ptr()] = storage
+        if storage.data_ptr() not in self._storages:
+            self._storages[storage.data_ptr()] = storage
             self.most_bytes += storage.nbytes()
 
     def end(self) -> None:
         """Measure no more."""
         self.is_done = True
-        self._kept.clear()
+        self._storages.clear()

@@ -71,11 +71,11 @@ class PipeDream(PipeDreamBase[TorchPipeline]):
         max_grad_norm: Clip gradients by their norm over all stages; exact in flush and gpipe, else
             with the newest norms that a stage has heard of.
         scheduler_fn: Makes a learning-rate scheduler from the optimizer.
-        schedule_by: What moves it on: "epoch" or "minibatch".
+        schedule_by: When the scheduler steps: after each "epoch" or "minibatch".
         metric_fn: ``metric_fn(output, targets)``, a mean to be reported, such as the accuracy.
-        profile: Of the model, where nothing is to be measured.
-        bandwidth: Bytes/s between two workers, likewise.
-        memory_bytes: What a worker may hold; None for no limit.
+        profile: A profile of the model, which is else measured.
+        bandwidth: Bytes/s between two workers, which are else measured.
+        memory_bytes: The memory of a worker in bytes; None for no limit.
         progress: Show what is chosen, and a progress bar, on rank 0.
 
     Raises:
@@ -159,7 +159,7 @@ class PipeDream(PipeDreamBase[TorchPipeline]):
 
     @property
     def memory(self) -> StageMemory:
-        """What this worker holds at the most, measured; ``partition`` has what was predicted."""
+        """The measured peak memory of this worker; ``partition`` has the predicted one."""
         return self._ready.stage.memory()
 
     def train_epoch(self, loader: Loader) -> EpochStats:

@@ -68,7 +68,7 @@ class TorchStage:
         self.module: nn.Module = cut.module
         self.versions = WeightVersions(p for p in self.module.parameters() if p.requires_grad)
         self.feed: Feed | None = None
-        """Where the first and the last stage read; to be set before each run."""
+        """The minibatches of the first and the last stage; set before each run."""
         self.norms = updates.norms
         self.average, self.release = updates.average, self.versions.release
         self._losses, self._updates = losses, updates
@@ -167,11 +167,11 @@ class TorchStage:
             assert self._after is not None
             outputs = [pending.outputs[at] for at in self._after.differentiated]
             pairs = zip(outputs, pending.gradients, strict=True)
-            # One that was computed without a gradient, against what was planned, takes none.
+            # An output that has no graph, though one was planned, takes no gradient.
             wanted = [(x, gradient) for x, gradient in pairs if x.requires_grad]
             if wanted:
                 torch.autograd.backward([x for x, _ in wanted], [g for _, g in wanted])
-            self._own_gradients(pending.gradients)
+            self._copy_gradients(pending.gradients)
         pending.outputs, pending.loss, pending.gradients = (), None, []  # the graph goes with them
         if self._before is None:
             self._complete(index)
@@ -206,12 +206,12 @@ class TorchStage:
 
     # Inside.
 
-    def _own_gradients(self, received: list[torch.Tensor]) -> None:
-        """Copy gradients that autograd has left in a message's memory: views alone lead there."""
-        theirs = {gradient.untyped_storage().data_ptr() for gradient in received}
+    def _copy_gradients(self, received: list[torch.Tensor]) -> None:
+        """Copy gradients that autograd has left as views of a received message."""
+        message_memory = {gradient.untyped_storage().data_ptr() for gradient in received}
         with torch._C.DisableTorchFunctionSubclass():  # this reads no value
             for p in self.versions.parameters:
-                if p.grad is not None and p.grad.untyped_storage().data_ptr() in theirs:
+                if p.grad is not None and p.grad.untyped_storage().data_ptr() in message_memory:
                     p.grad = p.grad.clone()
 
     def _run(self, pending: _Pending) -> Any:
@@ -230,7 +230,7 @@ class TorchStage:
             return self.module(*inputs)
 
         def run(*inputs: Any) -> Any:
-            # The first layer may work in place, and what it works on is needed again.
+            # The first layer may work in place, and its input is needed again.
             return self.module(*(tree_map(_copy, x) for x in inputs))
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -251,10 +251,10 @@ class TorchStage:
             )
             raise
         if not isinstance(loss, torch.Tensor) or loss.dim():
-            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            result = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise HvdPipeError(
                 f"loss_fn(output, targets) must return a scalar tensor, the mean over the "
-                f"minibatch, got {found}: use reduction='mean'."
+                f"minibatch, got {result}: use reduction='mean'."
             )
         if self._training:
             weight = microbatch.share if losses.shared else 1.0
@@ -292,11 +292,11 @@ class _Enter(torch.autograd.Function):
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
     """Leave BatchNorm's statistics as they are: the first forward pass has counted."""
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    saved = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
     finally:  # recomputing ends by an exception, as soon as backward has all that it needs
-        for buffer, values in kept:
+        for buffer, values in saved:
             buffer.data.copy_(values)
 
 

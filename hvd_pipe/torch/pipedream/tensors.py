@@ -1,4 +1,4 @@
-"""PyTorch's tensors on their way: minibatches cut up, messages between stages, broadcasts."""
+"""PyTorch's tensors in a pipeline: microbatches, messages between stages, broadcasts."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def split(batch: Any, microbatches: int) -> list[Microbatch]:
             return x if whole or microbatches == 1 else x.tensor_split(microbatches)[at]
 
         count = samples // microbatches + (at < samples % microbatches)
-        own = tree_map(cut, targets)
-        return Microbatch(tree_map(cut, inputs), own, count, count / samples, _digest(own))
+        sliced = tree_map(cut, targets)
+        return Microbatch(tree_map(cut, inputs), sliced, count, count / samples, _digest(sliced))
 
     return [part(at) for at in range(microbatches)]
 
@@ -97,7 +97,7 @@ class TorchMessages(Messages):
 
 
 class Broadcast:
-    """One that is on its way."""
+    """A broadcast that is pending."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle

@@ -95,10 +95,10 @@ def _traced(model: nn.Module, names: Sequence[str]) -> fx.Graph:
                 whole.add(failure.path)
             except Exception as error:
                 lines = str(error).splitlines()
-                says = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+                message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
                 raise HvdPipeError(
                     f"{type(model).__name__} cannot be cut into layers: {_place(error)} fails "
-                    f"when forward is traced, with {says}. {_WAYS_OUT}"
+                    f"when forward is traced, with {message}. {_WAYS_OUT}"
                 ) from error
 
 
@@ -115,7 +115,7 @@ class _Tracer(fx.Tracer):
 
     * ``self.training`` and buffers are read when the graph runs, not when it is traced: train()
       and eval() work on ``F.dropout(x, training=self.training)``.
-    * Of what fails, the innermost submodule is known, which is then kept whole.
+    * Where tracing fails, the innermost submodule is recorded, and kept whole the next time.
     * Operations under no_grad, autocast and the like fail: the graph would not keep that.
     """
 
@@ -223,7 +223,7 @@ def _names(module: nn.Module, inputs: int) -> list[str]:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back what forward sets on modules (a proxy would stay there), and what tracing does."""
+    """Restore the attributes of modules that forward and tracing set (such as proxies)."""
     modules = list(model.modules())
     before = [dict(vars(module)) for module in modules]
     try:
@@ -240,8 +240,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 def _place(error: BaseException) -> str:
     """Return where the user's code was when it failed: its innermost line."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    if not theirs:
+    user_frames = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    if not user_frames:
         return "a call"
-    last = theirs[-1]
+    last = user_frames[-1]
     return f"{last.filename}:{last.lineno} ({(last.line or last.name).strip()})"

@@ -45,9 +45,8 @@ class WeightVersions:
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
-        """Those whose versions these are."""
         self._values = {0: [parameter.data for parameter in self.parameters]}
-        self._newest = self._shown = 0
+        self._newest = self._in_use = 0
         self._spare: list[list[torch.Tensor]] = []
 
     @property
@@ -64,21 +63,21 @@ class WeightVersions:
         """Count from 0 again, when nothing is in flight."""
         self.use(self._newest)
         values = self._values.pop(self._newest)
-        self._spare.extend(self._values.values())  # none: each has been released
-        self._values, self._newest, self._shown = {0: values}, 0, 0
+        self._spare.extend(self._values.values())  # empty: all others have been released
+        self._values, self._newest, self._in_use = {0: values}, 0, 0
 
     # Architecture: D7
     def use(self, version: int) -> None:
         """Put a version's values into the parameters."""
-        if version == self._shown:
+        if version == self._in_use:
             return
         for parameter, values in zip(self.parameters, self._values[version], strict=True):
             parameter.data = values
-        self._shown = version
+        self._in_use = version
 
     @contextmanager
     def updating(self, version: int, keep: bool) -> Iterator[None]:
-        """Let parameters be updated in place to ``version``; ``keep`` the newest until now."""
+        """Let parameters be updated in place to ``version``; ``keep`` the newest one so far."""
         before = self._values[self._newest]
         after = before
         if keep:
@@ -89,7 +88,7 @@ class WeightVersions:
             del self._values[self._newest]
         self._values[version] = after
         self._newest = version
-        self._shown = -1  # no version: the numbers' values have changed
+        self._in_use = -1  # no version: that of this number may have changed
         self.use(version)
         with ExitStack() as counters:
             for parameter in self.parameters:  # torch 2.4 takes one tensor alone
@@ -100,7 +99,7 @@ class WeightVersions:
 
     # Architecture: D15
     def release(self, version: int) -> None:
-        """Forget a version; its memory waits for the next one."""
+        """Drop a version; its memory is used for the next one."""
         if version != self._newest:
             self._spare.append(self._values.pop(version))
 
