@@ -45,7 +45,7 @@ class Engine(abc.ABC):
     """Carries one strategy out; see the module's docstring for who calls what."""
 
     name: str
-    """The strategy's, as a checkpoint has it."""
+    """The strategy's name, as a checkpoint has it."""
     has_state_in_flight = False
     """Whether anything is in flight between steps, which a checkpoint should hold."""
     needs_loss_scale = False
@@ -70,17 +70,17 @@ class Engine(abc.ABC):
         self.known: set[int] = set()
         """Identities of the parameters that take part."""
         self.held: dict[str, dict[int, torch.Tensor]] = {}
-        """Tensors of a `State` that was loaded, for parameters (identities) that will join."""
+        """Tensors of a loaded `State`, by identity of parameters that will join."""
         self.loaded_before: list[Message] = []
-        """Where a state was loaded, what ranks that have loaded none send in a coming step."""
+        """After a state was loaded, messages that ranks without a load send in a coming step."""
         self.has_new_gradients = False
         """Whether a gradient was computed since the last step()."""
         self.synchronized = False
         """Whether the gradients of the coming step() are prepared."""
         self.was_read = False
-        """Whether they are because somebody has read or changed them."""
+        """Whether they are prepared because the script has read or changed them."""
         self.syncs = True
-        """Whether gradients that are computed are sent; see ``no_sync()``."""
+        """Whether new gradients are sent; see ``no_sync()``."""
         self.stepped = False
         """Whether step() was called since gradients were prepared the last time."""
         self._warned_of_dropped = False
@@ -93,7 +93,7 @@ class Engine(abc.ABC):
         self._retired = False
         weakref.finalize(self, settings.hooks.end)
         self._register_hooks(settings.parameters)
-        # The newest optimizer of a parameter hears of its gradients, as when one is made anew.
+        # The newest optimizer of a parameter gets its gradients, as when one is made anew.
         for other in live_engines():
             if not other.known.isdisjoint(self.known):
                 other.finish()
@@ -189,7 +189,7 @@ class Engine(abc.ABC):
         return self.settings.parameters
 
     def discard(self) -> None:
-        """Forget what is in flight, as a state that is loaded replaces it."""
+        """Drop what is in flight: a loaded state replaces it."""
         self.abandon()
         self._passes.end()
         if self.current is not None:
@@ -205,12 +205,12 @@ class Engine(abc.ABC):
         return None
 
     def note_scale(self, scale: float) -> None:  # noqa: B027 - most need not know
-        """Take down the loss scale of the gradients that were computed in this step."""
+        """Record the loss scale of the gradients that were computed in this step."""
 
     # What all ranks do alike between two steps: take in parameters, go on from a state.
 
     def position(self) -> Description:
-        """Say how far training has come, which all ranks must have alike."""
+        """Describe how far training has come, which all ranks must have alike."""
         return [("the number of steps", str(self.rounds))]
 
     def check_position(self) -> None:
@@ -224,7 +224,7 @@ class Engine(abc.ABC):
         self.add_parameters()
 
     def _agree_on_load(self) -> None:
-        """Tell all ranks where one alone has loaded a state: they would wait for ever."""
+        """Raise on all ranks where one alone has loaded a state: they would wait for ever."""
         messages, self.loaded_before = self.loaded_before, []
         if not messages or self.reduction.alone:
             return
@@ -271,7 +271,7 @@ class Engine(abc.ABC):
 
     # Architecture: G1
     def on_gradient(self, index: int) -> None:
-        """Take a gradient that backward has just completed."""
+        """Register a gradient that backward has just completed."""
         check_mode.active.delay()
         timeline.active.gradient()
         if self._passes.begins(self._end_pass):
@@ -310,7 +310,7 @@ class Engine(abc.ABC):
             self.ready_times.mark(index)
 
     def _begin_pass(self, index: int) -> None:
-        """Give up what an earlier pass has sent, where the script has cleared it."""
+        """Drop gradients that an earlier pass has sent, if the script has cleared them."""
         if self.current is None or torch.is_grad_enabled():  # create_graph replaces gradients
             return
         if self._is_dropped:
@@ -403,13 +403,13 @@ class Engine(abc.ABC):
         """Settle all gradients, as ``func`` is about to read or change one."""
         assert self.current is not None
         if self.settings.owner() is None:
-            release(gradient)  # nobody is going to apply it
+            release(gradient)  # no optimizer will apply it
             return
         held, running = self._passes.held, self._passes.is_running
         # Another thread may have taken it off.
         index = next((i for i, g in held.items() if g is gradient), -1)
         if not self.syncs or (running and index not in self.current.completed):
-            return  # it is this rank's own
+            return  # a local gradient
         if running:
             name = self.settings.names[index]
             raise HvdPipeError(
@@ -425,7 +425,7 @@ class Engine(abc.ABC):
         self.settings.optimizer._gradients_are_read(func, args)
 
     def send(self) -> None:
-        """Send what has not left of a step whose gradients are computed."""
+        """Send the remaining gradients of a step whose gradients are computed."""
         if self.current is not None:
             self.current.flush()
 
@@ -451,7 +451,7 @@ class Engine(abc.ABC):
         return self._has_update
 
     def settle(self) -> None:
-        """Prepare the coming update, as somebody reads or changes its gradients."""
+        """Prepare the coming update, as the script reads or changes its gradients."""
         if not self.synchronized:
             self.was_read = True
             self.prepare_now()
@@ -464,7 +464,7 @@ class Engine(abc.ABC):
             self.give_up()
         cleared = all(parameter.grad is None for parameter in self.settings.parameters)
         if by_hand or (self.has_new_gradients and not cleared):
-            self.was_read = True  # by whoever holds one of them
+            self.was_read = True  # by code that holds one of them
             self.prepare_now()
             self.was_read, self.has_new_gradients = False, True
             if self.needs_loss_scale and not knows_scale:
@@ -474,13 +474,13 @@ class Engine(abc.ABC):
             self.drain()
 
     def watch_for_scaler(self) -> None:
-        """Have a gradient scaler's look at gradients that are prepared seen."""
+        """Hold prepared gradients, so that a gradient scaler's check is noticed."""
         for index, parameter in enumerate(self.settings.parameters):
             if parameter.grad is not None:
                 self._passes.hold(index, parameter.grad, self._settle)
 
     def note_gradients(self) -> None:  # noqa: B027 - most need not know
-        """Take note of what is in ``p.grad``: the user's optimizer is about to apply it."""
+        """Record ``p.grad``, which the user's optimizer is about to apply."""
 
     def prepare_now(self) -> None:
         """Prepare the coming update, if that has not been done."""
@@ -510,7 +510,7 @@ class Engine(abc.ABC):
         _live.add(self)  # also one that another has replaced, and that is used all the same
 
     def _take_over_from(self, other: Engine) -> None:
-        """Have gradients averaged that a newer optimizer of the same parameters has heard of."""
+        """Have gradients averaged that a newer optimizer of the same parameters has registered."""
         if other is self:
             return
         if not self.accumulates:
@@ -524,11 +524,11 @@ class Engine(abc.ABC):
             other.settings.optimizer._gradients_are_read(None, ())
 
     def abandon(self) -> None:
-        """Forget gradients that were prepared and are not to be applied."""
+        """Drop gradients that were prepared and are not to be applied."""
         self.synchronized = self.was_read = self.has_new_gradients = False
 
     def note_cleared(self) -> None:
-        """Take note that all gradients are cleared; those that have left are dropped later."""
+        """Register that all gradients are cleared; those that have left are dropped later."""
         if self.synchronized or self.current is None or not self.current.completed:
             self._passes.end()
             self.abandon()
@@ -553,7 +553,7 @@ def _hook(hooks: GradientHooks) -> Callable[[torch.Tensor], None]:
         engine, index = hooks.engine(), hooks.places.get(id(parameter))
         if engine is None or index is None or parameter.grad is None:
             return  # an earlier hook has applied and cleared it
-        # Its optimizer may be gone, and what that had in common with the user's be kept.
+        # The optimizer may be gone while the user's, which shares its hooks, is still used.
         if engine.settings.owner() is not None:
             engine.on_gradient(index)
 
@@ -563,7 +563,7 @@ def _hook(hooks: GradientHooks) -> Callable[[torch.Tensor], None]:
 class _BackwardPasses:
     """Counts one round's gradients, by index, and holds them.
 
-    A pass (autograd's graph task) that has begun, has not called back, and is over, has raised.
+    A pass (autograd's graph task) that is over without its callback has raised.
     """
 
     def __init__(self) -> None:
@@ -636,6 +636,6 @@ def _settle_by(
 ) -> None:
     settle = method()
     if settle is None:
-        release(gradient)  # nobody is going to apply it
+        release(gradient)  # no engine will apply it
     else:
         settle(gradient, func, args)

@@ -63,7 +63,7 @@ class CoCoDEngine(Engine):
 
     @property
     def next_messages(self) -> list[Message]:
-        # Those of a node tell its ranks, and the models' those of other nodes.
+        # A node's message reaches its ranks; the models' message reaches other nodes.
         nodes = [] if self.current is None else [self.current.last_message]
         if self._is_warm:
             return nodes
@@ -114,7 +114,7 @@ class CoCoDEngine(Engine):
                 self._parts.append(Part(fragment, [(i, "") for i in indices], average))
 
     def _choose_buckets(self) -> None:
-        """Have buckets while gradients are averaged: over all ranks in warm-up, over a node's."""
+        """Make buckets if gradients are averaged: over all ranks in warm-up, else over a node."""
         settings, self.current = self.settings, None
         reduction, tag = (
             (self._global_reduction, "warmup") if self._is_warm else (self._node, "node")
@@ -192,7 +192,7 @@ class CoCoDEngine(Engine):
         self._reset_rounds(joining=False, rounds=0)
 
     def _update_warmup(self) -> None:
-        """Be in warm-up or not, as `rounds` says, with the buckets for it."""
+        """Enter or leave the warm-up by `rounds`, with the buckets for it."""
         was_warm, self._is_warm = self._is_warm, self.rounds < self._strategy.warmup_steps
         if was_warm != self._is_warm:
             self._choose_buckets()
@@ -217,7 +217,7 @@ class CoCoDEngine(Engine):
             counters["fragment_of"] = fragments
         if self._momenta is not None:
             counters["unsettled"] = self._momenta.rounds_to_agree
-            # Whether some rank has told of momenta that others do not know of.
+            # Whether some rank has momenta that others do not know of.
             counters["news"] = int(self._started and bool(self._parts[0].average.words))
         return State(counters, tensors)
 
@@ -268,7 +268,7 @@ class CoCoDEngine(Engine):
         return fragment_of == self._fragment_of
 
     def _averages(self, in_turn: bool = False) -> list[ModelAverage]:
-        """What travels; in turn, a fragment, and the momenta, with which there is one fragment."""
+        """Return all averages; ``in_turn``, those of the current fragment."""
         parts = self._all_parts()
         return [p.average for p in parts if p.fragment == self._turn or not in_turn]
 

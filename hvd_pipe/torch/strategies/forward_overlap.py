@@ -10,12 +10,12 @@ it is used next, and no earlier::
                  update what has arrived
     backward t+1 its first gradient waits for the rest: the buffers are free from here on
 
-Whoever uses a parameter, a gradient or the optimizer's state earlier waits then, and meets what
-follows from ``step()``. The first update of a step waits for the message with the control flags,
-so that no weight moves where a rank has told of something wrong.
+Code that uses a parameter, a gradient or the optimizer's state earlier waits then, and gets the
+values after ``step()``. The first update of a step waits for the message with the control flags,
+so that no weight moves where a rank has reported an error.
 
-What a rank defers is its own affair. All ranks send the same messages in the same order, so one
-that updates in ``step()`` (hooks on the optimizer, a scaler, clipping) goes along with others that
+Each rank may defer other updates. All ranks send the same messages in the same order, so a rank
+that updates in ``step()`` (hooks on the optimizer, a scaler, clipping) can train with others that
 do not.
 """
 
@@ -80,13 +80,13 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self._measured = measured
 
     def watch(self) -> None:
-        """Note when the next pass uses each parameter: that step's updates wait in ``step()``."""
+        """Time the first use of each parameter in the next pass; updates wait in ``step()``."""
         assert self.ready_times is not None
         self.ready_times.begin()
         self._parameters.watch()
 
     def end_watch(self) -> None:
-        """Note no uses any more."""
+        """Time no uses any more."""
         self.ready_times = None
         self._parameters.show_all()
 
@@ -163,17 +163,17 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     # Architecture: F5
     def _use(self, indices: Collection[int]) -> None:
-        """Bring these parameters up to date: they are about to be used."""
+        """Update these parameters, which are about to be used."""
         if self.ready_times is not None:
             self.ready_times.use(indices)
         if self._pending:
             self._apply({self._bucket_of[index] for index in indices})
 
     def _settling(self, gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
-        """After ``step()``, show what that applies, or leave it to that where it is cleared."""
+        """After ``step()``, update with the gradient's bucket, unless it is only cleared."""
         if not self._deferred:
             super()._settling(gradient, func, args)
-        elif func in _CLEARS:  # of all gradients: nobody should wait for that
+        elif func in _CLEARS:  # zero_grad() of all gradients should not wait
             pending_tensors.release(gradient)
             gradient.data = torch.zeros_like(gradient)
         else:
@@ -181,7 +181,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
             self._apply({self._bucket_of[index] for index in indices})
 
     def finish_before_others(self, *_: object) -> None:
-        """Finish before other weights take the place of these; they do so after a failure, too."""
+        """Finish before other weights are loaded, which may also follow a failure."""
         with contextlib.suppress(HorovodInternalError, HvdPipeError):
             self.finish()
 
@@ -191,7 +191,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     # Architecture: F10
     def end_round(self) -> None:
-        """Finish, and read what all ranks have told; all of them come here before they go on."""
+        """Finish, and read all ranks' control flags; all ranks call this before they go on."""
         if self._deferred:
             self.finish()
             self._end_deferred()
@@ -223,7 +223,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         super().discard()
 
     def _end_deferred(self) -> None:
-        """Take the last step's update for made, or for given up."""
+        """End the deferred update, whether it was made or dropped."""
         self._parameters.show_all()
         self._release_gradients()
         self._deferred, self._pending, self._options = False, [], None
@@ -309,9 +309,9 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     @contextlib.contextmanager
     def _bound(self, indices: Collection[int]) -> Iterator[None]:
-        """Let ``p.grad`` be what is applied, and then what the script has made it since."""
+        """Let ``p.grad`` be the average within this, and then again what the script has set."""
         parameters = {index: self.settings.parameters[index] for index in indices}
-        averages = set(self.current.as_dense)  # nobody holds what these are put into
+        averages = set(self.current.as_dense)  # the script holds no tensor of these
         with torch._C.DisableTorchFunctionSubclass():  # other threads wait for the update
             kept = {index: parameter.grad for index, parameter in parameters.items()}
             try:
@@ -339,7 +339,7 @@ _unfinished: weakref.WeakSet[ForwardOverlapEngine] = weakref.WeakSet()
 
 
 def _finish_all() -> None:
-    """Before a fork: a child has the memory and no thread that could wait."""
+    """Finish before a fork: the child has no thread that could wait."""
     for engine in list(_unfinished):
         engine.finish()
 

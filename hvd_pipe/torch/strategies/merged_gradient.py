@@ -80,7 +80,7 @@ class MergedGradientEngine(Engine):
         self._measures_comm = measure_steps is not None
         self._timed = TRIAL_STEPS if measure_steps is None else measure_steps
         self.comm: CommModel | None = None
-        """What `measure_comm` has found, under ``auto``; the same on all ranks and steps."""
+        """The result of `measure_comm`, under ``auto``; the same on all ranks and steps."""
         self._tuner: Tuner | None = None
         """Times the plan; None where it stays."""
         self._waits: list[float] = []
@@ -93,7 +93,7 @@ class MergedGradientEngine(Engine):
         self._patience = PATIENCE_STEPS
         self._flags = ControlFlags()
         self._all_updated = True
-        """Whether all ranks have made the same round, and are about to make the same update."""
+        """Whether all ranks have made the same round, and will make the same update."""
         self._drains = self._adopted = False
         self._sent_s = 0.0
         if plan is None:
@@ -107,7 +107,7 @@ class MergedGradientEngine(Engine):
         return self._tuner is not None
 
     def build(self) -> None:
-        """Parameters that have joined get buckets behind the plan's, and it is made anew."""
+        """Make buckets by the plan; parameters that have joined get others, until a new plan."""
         assert self.plan is not None
         planned, names = len(self.plan.names), self.settings.names
         if planned < len(names):
@@ -122,7 +122,7 @@ class MergedGradientEngine(Engine):
         self._adopt(self.plan)
 
     def _measure(self, begin: int, tuner: Tuner | None = None) -> None:
-        """Record steps from a round on, unless the plan is fixed; in new trials, or in these."""
+        """Record steps from a round on, unless the plan is fixed, for this tuner or a new one."""
         if self._method is None:
             return
         if tuner is None:
@@ -304,14 +304,14 @@ class MergedGradientEngine(Engine):
         return next_plan(tried, gradients, find, method)
 
     def _replace_buckets(self, plan: Plan) -> None:
-        """Take other buckets in mid-run, residuals along; all ranks call this."""
+        """Change the buckets in mid-run, with their residuals; all ranks call this."""
         name = f"{self.settings.tag}.residuals"
         residuals = of_all_ranks(residuals_of(self.current), self.reduction, name)
         self._adopt(plan)
         restore_residuals(self.current, residuals)
 
     def _adopt(self, plan: Plan) -> None:
-        """Take the plan's buckets; gradients that users can see move over with their values."""
+        """Make the plan's buckets; gradients that users can see are copied into them."""
         groups = self.settings.index.plan_groups(plan, range(len(self.settings.names)))
         self.plan = plan
         buckets = self._make_buckets(groups)

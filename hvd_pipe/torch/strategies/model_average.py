@@ -9,8 +9,8 @@
 With a codec, all rounds but the first send ``x_i - (last round's mean)``, or, with an outer
 optimizer, ``x_i - g``: what is lost then is a part of a small difference, not of the model.
 
-Each rank marks its place in the tail ``present`` (with equal weights all share one, a count): one
-that has left by ``hvd.join()`` sends zeros, which would else be averaged in as a model.
+Each rank sets its element of the tail ``present`` to 1 (with equal weights, they share one). A
+rank that has left by ``hvd.join()`` sends zeros, which must not count as a model.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ModelAverage:
 
     def start(self) -> None:
         """Take a snapshot and send it."""
-        if self._is_left:  # nobody has broadcast that of the last rank
+        if self._is_left:  # the outer model of the last rank was not broadcast
             self.discard()
         message = self.next_message
         self._copy_into(self._mean)
@@ -151,7 +151,7 @@ class ModelAverage:
         poison(self._mean, self._start)
 
     def discard(self, joining: bool = False) -> None:
-        """Forget what is in flight, and all rounds before; as ranks join, keep outer models."""
+        """Drop what is in flight and all residuals; if ``joining``, keep outer models."""
         self.complete()
         self.due, self._is_left = False, joining
         self._base = None
@@ -191,8 +191,8 @@ class ModelAverage:
 
         average, self._start = flat("average"), flat("start")
         self._anchor, self._velocity = map(flat, self._rule.kept or ("", ""))
-        # What differences are taken from must be the same on all ranks, to the last bit, and who
-        # knows that of a value that joins? The next message is whole.
+        # The base of differences must have the same bits on all ranks, which is not known of a
+        # value that joins: the next message is whole.
         if self._difference is not None and None not in state.get("base", []):
             self._base = flat("base")
         for label, residual in self._residuals().items():
@@ -279,7 +279,7 @@ class Part:
 
 
 def state_of(parts: Iterable[Part], count: int) -> Tensors:
-    """Return what is in flight, when it has arrived, by the index of ``count`` parameters."""
+    """Wait for what is in flight, and return it by label and index of ``count`` parameters."""
     tensors: Tensors = {}
     for part in parts:
         for label, values in part.average.state().items():
@@ -298,11 +298,11 @@ class ModelBuffers:
         self._finder = ModelFinder(self._add_model, steps=1, through_graph=True)
 
     def want(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take the models of these parameters as well."""
+        """Look for the models of these parameters as well."""
         self._finder.look_for(p for p in parameters if id(p) not in self._known)
 
     def step(self) -> None:
-        """Look no further at the second step, which follows a whole forward pass."""
+        """Count a step; the search ends at the second, which follows a whole forward pass."""
         self._finder.end_step()
 
     def _add_model(self, module: torch.nn.Module, identities: set[int]) -> None:
@@ -358,14 +358,14 @@ class AveragedMomenta:
         """How many more rounds start with an agreement."""
 
     def agree_if_due(self) -> bool:
-        """Agree if that is due; return whether this rank has tensors that others do not know."""
+        """Agree if that is due; return whether this rank has tensors unknown to others."""
         if self.rounds_to_agree:
             self.rounds_to_agree -= 1
             self.agree()
         return not set(self._local_places()) <= set(self._places)
 
     def agree(self) -> None:
-        """Take what any rank has."""
+        """Average the tensors that any rank has."""
         everyone, tag = [self._local_places()], f"{self._settings.tag}.momenta.keys"
         reduction = self._settings.reduction
         if not reduction.alone:

@@ -1,4 +1,4 @@
-"""Parameters whose update is due: nobody meets an old weight.
+"""Parameters whose update is due: no code reads an old weight.
 
 While its update waits for a message, a parameter is pending (`hvd_pipe.torch.pending_tensors`),
 and its memory is out of reach: in its place it has NaN, one number in the shape of all. Code of
@@ -60,7 +60,7 @@ class PendingParameters:
         self._finder.look_for(parameters)
 
     def watch(self) -> None:
-        """Have the first use of each parameter told; their values are all there."""
+        """Report the first use of each parameter; their values are all up to date."""
         self._finder.end_step()
         self.show_all()
         self._watched = set(self._gated)
@@ -85,7 +85,7 @@ class PendingParameters:
         return not_held
 
     def _has_other_holders(self, parameter: torch.Tensor, alone: int) -> bool:
-        """Return whether anybody may reach a parameter's memory by something else than it."""
+        """Return whether a parameter's memory may be reached by anything but the parameter."""
         storage = parameter.untyped_storage()
         before, is_torchs = self._memory.get(id(parameter), (None, False))
         if before != storage._cdata:  # an array whose memory this is counts as no holder
@@ -94,14 +94,14 @@ class PendingParameters:
         return not is_torchs or is_shared or _count(storage) > alone
 
     def show(self, indices: Iterable[int]) -> None:
-        """Give these parameters their memory back, to be updated; they stay pending for others."""
+        """Give these parameters their memory back, to be updated; other threads still wait."""
         with torch._C.DisableTorchFunctionSubclass():
             for index in indices:
                 if index in self._aside:
                     self._parameters[index].data = self._aside[index]
 
     def release(self, indices: Iterable[int]) -> None:
-        """Take these, which were shown, for updated."""
+        """End the waiting for these, which were shown and are updated."""
         for index in indices:
             if self._aside.pop(index, None) is not None:
                 pending_tensors.release(self._parameters[index])
@@ -115,7 +115,7 @@ class PendingParameters:
             pending_tensors.release(self._parameters[self._watched.pop()])
 
     def close(self) -> None:
-        """Hold nothing any more."""
+        """Show all parameters, and remove the hooks."""
         self.show_all()
         for hook in self._hooks:
             hook.remove()
@@ -214,5 +214,5 @@ def _absent(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _count(storage: torch.UntypedStorage) -> int:
-    """Return how many hold this memory, as torch counts them."""
+    """Return the number of references to this memory, as torch counts them."""
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)

@@ -75,7 +75,7 @@ class PipeSGDEngine(Engine):
         every = range(len(self.settings.names))
         self._tuner: Tuner | None = None
         self._is_final = False
-        """Whether plans were tried, and one stays: a checkpoint holds it."""
+        """Whether plans were tried and one was chosen, which a checkpoint holds."""
         if groups is not None:
             self._adopt(index.as_plan(groups, "given"))
         elif self._bucket_bytes is not None:
@@ -157,7 +157,7 @@ class PipeSGDEngine(Engine):
             self.current.bind_gradients(shown_in)
             self._shown = None
             return False
-        self.current = due  # also where what it brought is refused: the other one is on its way
+        self.current = due  # also where its gradients are refused: the other set is being sent
         updates = self._wait(due, shown_in)
         if self._tuner is not None:
             self._time(self._tuner, self._pending)
@@ -168,7 +168,7 @@ class PipeSGDEngine(Engine):
 
     # Architecture: P6
     def _time(self, tuner: Tuner, sent: BucketSet) -> None:
-        """Note the end of a step; where enough were timed, take the next plan on all ranks."""
+        """Record the end of a step; after enough steps, use the next plan on all ranks."""
         if not tuner.end_step(self.rounds, time.perf_counter()):
             return
         sent.complete_buckets()
@@ -310,7 +310,7 @@ class PipeSGDEngine(Engine):
         return updates
 
     def _renewed(self, before: BucketSet) -> BucketSet:
-        """Return a free set made anew: by the plan, without room for what is sparse by now."""
+        """Return a new set in place of a free one: by the plan, without sparse gradients."""
         if before.stale and self._predict != "none":
             name = self.settings.names[min(self.settings.sparse)]
             raise HvdPipeError(
@@ -323,7 +323,7 @@ class PipeSGDEngine(Engine):
         renewed = self._make(("even", "odd")[index], like=None if unlike else other)
         renewed.flags = before.flags
         if unlike and self.remembers_residuals:
-            other.complete_buckets()  # it was sent last, and knows what is lost by now
+            other.complete_buckets()  # it was sent last, and has the newest residuals
             name = f"{self.settings.tag}.residuals"
             left = of_all_ranks(residuals_of(other), self.reduction, name)
             restore_residuals(renewed, left)
@@ -334,7 +334,7 @@ class PipeSGDEngine(Engine):
         return renewed
 
 
-# Weight prediction of Pipe-SGD: gradients are computed where the pending update may lead.
+# Weight prediction of Pipe-SGD.
 
 
 class Prediction:
@@ -352,11 +352,11 @@ class Prediction:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._parameters = settings, settings.parameters
         self.true_weights: list[torch.Tensor] | None = None
-        """The weights that training has, while others are ahead of them."""
+        """The true weights, while the parameters are ahead of them."""
         self._versions: list[int] | None = None
 
     def predict(self, guess: Sequence[torch.Tensor | None], scale: float) -> None:
-        """Move the weights by the update that ``guess / scale`` makes, which may be written to."""
+        """Move the weights by an update with ``guess / scale``; it may write to the guess."""
         self.true_weights = [value.clone() for value in self._values()]
         shown = [parameter.grad for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, guess, strict=True):
@@ -394,7 +394,7 @@ class Prediction:
         self.true_weights = None
 
     def load(self, weights: Sequence[torch.Tensor | None]) -> None:
-        """Take these for the true weights; a parameter without one is where it should be."""
+        """Set the true weights; None for a parameter that has its true weight."""
         self._versions = None
         self.true_weights = [
             value.clone() if true is None else true.to(value)

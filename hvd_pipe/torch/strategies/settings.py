@@ -23,13 +23,13 @@ class GradientHooks:
 
     def __init__(self) -> None:
         self.engine: Callable[[], Any] = lambda: None
-        """Returns the engine that is told of gradients."""
+        """Returns the engine whose ``on_gradient`` is called."""
         self.places: dict[int, int] = {}
         """The index of a parameter, by its identity."""
         self._handles: dict[int, RemovableHandle] = {}
 
     def attach(self, engine: object, parameters: Sequence[torch.Tensor], hook: Any) -> None:
-        """Tell this engine of gradients; a hook that is there keeps its place among others."""
+        """Call this engine for gradients; existing hooks keep their places among others."""
         self.engine = weakref.ref(engine)
         self.places = {id(parameter): index for index, parameter in enumerate(parameters)}
         for identity in self._handles.keys() - self.places.keys():
@@ -43,7 +43,7 @@ class GradientHooks:
                 parameter.requires_grad_(trains)
 
     def end(self, engine: object = None) -> None:
-        """Remove the hooks, unless another engine is told by now; None: one that is gone."""
+        """Remove the hooks, unless they call another engine; None for an engine that is gone."""
         if self.engine() in (engine, None):
             for handle in self._handles.values():
                 handle.remove()
@@ -120,7 +120,7 @@ class State:
 
 
 def describe(parameters: Mapping[str, torch.Tensor]) -> Description:
-    """Say in a line a parameter what all ranks must have alike."""
+    """Describe each parameter in one line, which all ranks must have alike."""
     lines = []
     for name, parameter in parameters.items():
         layout = "" if parameter.is_contiguous() else f" with strides {parameter.stride()}"
