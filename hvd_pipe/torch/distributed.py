@@ -81,7 +81,7 @@ class DistributedMixin(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The user's optimizer's, when what the last step has left to be applied is in it."""
+        """The user's optimizer's state, after the updates that the last step has deferred."""
         engine = self._hvd_pipe
         if engine is not None and engine.is_due:
             engine.finish()
@@ -151,7 +151,7 @@ class DistributedMixin(torch.optim.Optimizer):
                 "step() inside skip_synchronize(), but gradients were computed since the last "
                 "synchronize(): call optimizer.synchronize() after backward() and before this."
             )
-        if (  # what `synchronize` has just applied is not to be applied again
+        if (  # `synchronize` has just applied these gradients
             self._hvd_pipe_skip
             and self._hvd_pipe_drained
             and engine.has_state_in_flight
@@ -241,7 +241,7 @@ class DistributedMixin(torch.optim.Optimizer):
             amp.note_scale(loss_scale, engine)
 
     def _gradients_are_read(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Make gradients what `step` will apply: this function of torch is to read one of them."""
+        """Settle all gradients, as this function of torch is about to read one of them."""
         engine, scale = self._engine(), amp.scale_of(self, func, args)
         engine.settle()
         self._note_old()
@@ -379,7 +379,7 @@ class DistributedMixin(torch.optim.Optimizer):
         arguments, names = self._hvd_pipe_arguments, self._hvd_pipe_names
         return _revive, (base, self.__getstate__(), arguments, names, in_flight)
 
-    # Its engine: made at the first step, given up when Horovod ends.
+    # The engine: made at the first step, retired when Horovod ends.
 
     def _owned(self) -> list[torch.Tensor]:
         return owned_by(self)
@@ -397,7 +397,7 @@ class DistributedMixin(torch.optim.Optimizer):
         return engine
 
     def _resumed(self, engine: Engine, in_flight: SavedState | None) -> Engine:
-        """Go on with what was in flight, and with what `Auto` had chosen then."""
+        """Go on with a saved state, and with the method that `Auto` had chosen."""
         if self._hvd_pipe_chooser is not None:
             engine, in_flight = self._hvd_pipe_chooser.resume(engine, in_flight)
             self._hvd_pipe = engine
@@ -415,14 +415,14 @@ class DistributedMixin(torch.optim.Optimizer):
             )
         workers.begin()
         checked = check_everywhere(self, self._named_arguments())
-        fresh = self._has_new_gradients()  # of what a state leads to, none is
+        has_new = self._has_new_gradients()  # before a state is loaded
         engine, in_flight = self._start(checked), self._hvd_pipe_saved
-        if in_flight is not None or not is_elastic():  # there, none is nothing to warn of
+        if in_flight is not None or not is_elastic():  # an elastic job may start without a state
             engine = self._resumed(engine, in_flight)
         engine.check_position()
         self._hvd_pipe_saved = None
-        engine.has_new_gradients = fresh
-        if not fresh:
+        engine.has_new_gradients = has_new
+        if not has_new:
             self._note_old()
         return engine
 
@@ -468,7 +468,7 @@ class DistributedMixin(torch.optim.Optimizer):
     # What ends with Horovod: `hvd.shutdown()`, and an elastic job's resets.
 
     def _release_engine(self, keep: bool) -> str | None:
-        """Give the engine up; the next step, or `_start_new_engine`, makes another."""
+        """Retire the engine; the next step, or `_start_new_engine`, makes another."""
         engine = self._hvd_pipe
         if engine is None:
             return None
@@ -586,7 +586,7 @@ def _distributed_class(cls: type[torch.optim.Optimizer]) -> type[DistributedMixi
 
 
 def _scheduled_step(reference: weakref.ref[DistributedMixin]) -> Callable[..., Any]:
-    """Return what a scheduler made before wrapping finds on the instance: else it skips ours."""
+    """Return a ``step`` for the instance where a scheduler has replaced it before wrapping."""
 
     @functools.wraps(DistributedMixin.step)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -681,8 +681,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set=process_set,
         strategy=strategy,
     )
-    # In an elastic job it sends nothing: when a worker that has come comes here, the others, which
-    # have been here long ago, wait for it elsewhere.
+    # In an elastic job this sends nothing: when a new worker gets here, the others have passed
+    # this long ago, and wait for it elsewhere.
     workers.begin()
     elastic = is_elastic()
     checked = (check_alone if elastic else check_everywhere)(optimizer, arguments)

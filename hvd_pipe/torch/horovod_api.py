@@ -97,7 +97,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
-        root_rank: The rank whose values count.
+        root_rank: The rank whose values all ranks get.
     """
     workers.finish_all()
     pairs = params.items() if isinstance(params, dict) else params
@@ -137,7 +137,7 @@ def broadcast_optimizer_state(
 
     Args:
         optimizer: A plain or distributed optimizer, with the same parameters on all ranks.
-        root_rank: The rank whose state counts.
+        root_rank: The rank whose state all ranks get.
         model: Accepted for Horovod's sake; not needed.
     """
     is_root, name = rank() == root_rank, "hvd_pipe.optimizer_state"

@@ -88,7 +88,7 @@ def measure_profile(
 
 @dataclass(slots=True)
 class _Mark:
-    """A moment, and whose the time after it is (``kind`` "ready": the time before it)."""
+    """A moment, and the layer of the time after it (``kind`` "ready": of the time before it)."""
 
     moment: Moment
     kind: str
@@ -302,13 +302,13 @@ class LayerTimes:
         call = self._calls.pop()
         if call.leaf:
             call.mark.kind = "forward"
-            self._note(module, call, output)
+            self._record_outputs(module, call, output)
         elif not self._calls:
             call.mark.kind = "start"
         if not self._calls and not call.muted:
             self._mark("leave", LOSS)
 
-    def _note(self, module: nn.Module, call: _Call, output: Any) -> None:
+    def _record_outputs(self, module: nn.Module, call: _Call, output: Any) -> None:
         name = self._names[module]
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         if not call.muted:
@@ -326,32 +326,38 @@ class LayerTimes:
                 self._mark("backward", name)
 
         for tensor in tensors:
-            # What a layer passes on unchanged stays the one's that made it.
+            # A tensor that a layer passes on unchanged belongs to the layer that computed it.
             passed = any(tensor is t and tensor.grad_fn is made_by for t, made_by in call.inputs)
             # A leaf (a parameter that is returned) outlives the step; its gradient marks itself.
             if tensor.grad_fn is not None and not passed:
                 self._outputs.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    # Whose the time between two moments of a step is.
+    # The layers of the intervals between the moments of a step.
 
     def _read(self, marks: list[_Mark]) -> None:
-        """Note what a step took; all of its moments have passed."""
+        """Record the times of a step; all of its moments have passed."""
         seconds, owners = _LayerSeconds(), self._owners
-        idle = whose = _Mark(0.0, "idle")
+        idle = interval = _Mark(0.0, "idle")
         for before, mark in itertools.pairwise(marks):
             if before.kind == "ready":
-                whose = _Mark(0.0, "backward", owners.get(before.parameter, whose.who))
+                interval = _Mark(0.0, "backward", owners.get(before.parameter, interval.who))
             elif before.kind == "start":  # what comes before the first layer is the first layer's
-                whose = _Mark(0.0, "forward", mark.who)
+                interval = _Mark(0.0, "forward", mark.who)
             elif before.kind in ("updated", "end"):
-                whose = idle
+                interval = idle
             elif before.kind != "inside":
-                whose = before
-            elif whose.kind == "leave":
-                whose = idle
-            # Backward has ended where something else begins: the time until then is nobody's.
-            ended = whose.kind in ("backward", "leave") and mark.kind not in ("ready", "backward")
-            after, spent = idle if ended else whose, Stopwatch.seconds(before.moment, mark.moment)
+                interval = before
+            elif interval.kind == "leave":
+                interval = idle
+            # Backward ends where something else begins: the time in between belongs to no layer.
+            ended = interval.kind in ("backward", "leave") and mark.kind not in (
+                "ready",
+                "backward",
+            )
+            after, spent = (
+                idle if ended else interval,
+                Stopwatch.seconds(before.moment, mark.moment),
+            )
             if mark.kind == "ready":
                 self._had_gradient.add(mark.parameter)
                 owner = owners.setdefault(mark.parameter, after.who or LOSS)

@@ -1,4 +1,4 @@
-"""Pending tensors: their values are not there yet, and the first use settles them.
+"""Pending tensors: their values are still to come, and the first use settles them.
 
 A gradient that is on its way, or a parameter whose update waits for one, is *pending*: an instance
 of a subclass of its own class with ``__torch_function__``. The first function, method or attribute
@@ -6,11 +6,10 @@ of torch that may read or change its values has them settled first::
 
     backward          hold(p.grad, settle)    the gradient is being averaged
     clip_grad_norm_   settle()                waits, and leaves the average in this very tensor
-    step()            release(p.grad)         nobody has looked: nobody has waited
+    step()            release(p.grad)         no code has read it, so none has waited
 
-What says only how a tensor is made (its shape, its dtype, whether it has a gradient) settles
-nothing. Code in C++ that Python does not see (an extension's kernels, a scripted function) is not
-told.
+Metadata (the shape, the dtype, whether it has a gradient) may be read without settling. Code in
+C++ that Python does not see (an extension's kernels, a scripted function) settles nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import register_pytree_node
 
 Settle = Callable[[torch.Tensor, Any, tuple[Any, ...]], None]
-"""Called with the tensor, and the function of torch and its arguments that ask for its values.
+"""Called with the tensor, the function of torch that needs its values, and the arguments.
 
-It makes the values what they shall be and calls `release`; the function goes on by itself. A
-tensor that it has not released is shown as it is, once.
+It sets the values and calls `release`; then the function runs. A tensor that it has not released
+is shown as it is, for this call.
 """
 
 _ATTRIBUTES = (
@@ -87,7 +86,7 @@ def _metadata() -> frozenset[Any]:
 
 
 METADATA = _metadata()
-"""The functions of torch that say nothing of a tensor's values."""
+"""The functions of torch that do not depend on a tensor's values."""
 
 _SETTLE = "_hvd_pipe_settle"
 
@@ -116,7 +115,7 @@ class _Pending:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    # Python's own protocols, of which the class of a parameter answers some by itself.
+    # Python's own protocols, some of which the class of a parameter overrides.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with _shown(self) as tensor:
@@ -134,7 +133,7 @@ def hold(tensor: torch.Tensor, settle: Settle) -> None:
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Make a tensor what it was before `hold`; any other is left as it is."""
+    """Undo `hold`; a tensor that is not pending is left as it is."""
     if tensor.__dict__.pop(_SETTLE, None) is not None:
         tensor.__class__ = type(tensor)._plain  # type: ignore[attr-defined]
 
@@ -147,7 +146,7 @@ def is_pending(tensor: torch.Tensor) -> bool:
 @functools.cache
 def _pending_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
     pending_class = type(f"Pending{kind.__name__}", (_Pending, kind), {"_plain": kind})
-    if issubclass(kind, torch.nn.Parameter):  # optimizers ask before they take their fast way
+    if issubclass(kind, torch.nn.Parameter):  # optimizers check this before they use foreach
         _foreach_supported_types.append(pending_class)  # type: ignore[arg-type]
     # torch.func wraps the leaves of its arguments in C++, and takes the arguments apart before.
     register_pytree_node(pending_class, _taken_apart, lambda parts, _: next(iter(parts)))
@@ -162,7 +161,7 @@ def _taken_apart(tensor: torch.Tensor) -> tuple[list[torch.Tensor], None]:
 
 @contextmanager
 def _shown(tensor: Any) -> Iterator[Any]:
-    """Settle a tensor; let it be of its own class for now where it is to stay pending."""
+    """Settle a tensor; one that stays pending has its own class within this."""
     settle = tensor.__dict__.get(_SETTLE)
     if settle is not None:  # another thread may have settled it
         settle(tensor, type(tensor).__reduce_ex__, (tensor,))

@@ -47,7 +47,7 @@ _COLLECTIVES = (
 
 def _numbered(collective: Callable[..., int]) -> Callable[..., int]:
     """Return a collective that numbers unnamed calls, where Horovod takes the handle."""
-    # Messages of ours take handles, too, at other moments on each rank.
+    # Our messages take handles, too, at different moments on each rank.
     where = list(inspect.signature(collective).parameters).index("name")
 
     @functools.wraps(collective)
@@ -136,7 +136,7 @@ class _Lifecycle(Lifecycle):
 
 @contextmanager
 def _joining() -> Iterator[None]:
-    """Join when all that this rank has sent has been reduced; see `hvd_pipe.torch.join`."""
+    """Join when all messages of this rank have been reduced; see `hvd_pipe.torch.join`."""
     refuse_join()
     finish_all()
     pending.complete_all()
@@ -146,16 +146,16 @@ def _joining() -> Iterator[None]:
     _unnamed.clear()  # all ranks have met
 
 
-# How the watch sees that this rank waits for others. What is ours registers its waits
-# (`hvd_pipe.runtime.watch.waits`). The user's own calls of Horovod are known by the modules that
-# the thread is in.
+# How the watch learns that this rank waits for others. Our own code registers its waits
+# (`hvd_pipe.runtime.watch.waits`). The user's calls of Horovod are recognised by the modules on
+# the thread's stack.
 
 _WAITING = ("horovod.torch.mpi_ops", "horovod.common.basics")  # the latter for shutdown()
 _FOR_THREADS = ("threading", "torch.autograd.graph")  # the latter's own run hooks on a GPU
 
 
 def waits_for(frames: Frames) -> Wait | None:
-    """Return what the main thread, or others that it waits for, wait for of other ranks."""
+    """Return the wait for other ranks of the main thread, or of a thread that it waits for."""
     main = threading.main_thread().ident or 0
     frame = frames.get(main)
     wait = _wait_of(main, frame)

@@ -209,7 +209,7 @@ class CompressedAllReduce(Message):
         """Return the rows for all ranks: the exact words, then the rank's slice of the values."""
         if self._rows is None:
             shape = (len(self._slices), self._row_bytes)
-            # What a short slice leaves of its row stays as it is: nobody reads it.
+            # The end of a short slice's row is not read.
             self._rows = self._flat.new_empty(shape, dtype=torch.uint8)
         poison(self._rows)
         words = self._words.to(self._word_dtype).view(torch.uint8)

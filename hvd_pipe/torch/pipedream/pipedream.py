@@ -69,7 +69,7 @@ class PipeDream(PipeDreamBase[TorchPipeline]):
         wire_dtype: "bfloat16" to send activations and their gradients so.
         scale_lr: Scale learning rates by replicas in the first two modes.
         max_grad_norm: Clip gradients by their norm over all stages; exact in flush and gpipe, else
-            with the newest norms that a stage has heard of.
+            with the newest norms that a stage has received.
         scheduler_fn: Makes a learning-rate scheduler from the optimizer.
         schedule_by: When the scheduler steps: after each "epoch" or "minibatch".
         metric_fn: ``metric_fn(output, targets)``, a mean to be reported, such as the accuracy.

@@ -181,7 +181,7 @@ class Engine(abc.ABC):
 
     @property
     def is_equal_everywhere(self) -> bool:
-        """Whether all ranks have just made the same update, and are where this one is."""
+        """Whether all ranks have just made the same update."""
         return False
 
     def weights(self) -> Sequence[torch.Tensor]:
@@ -543,7 +543,7 @@ def live_engines() -> Iterator[Engine]:
     """Yield the engines in use, in an order that all ranks share; retire all others."""
     for engine in sorted(_live, key=lambda engine: engine.settings.tag):
         if (_optimizer := engine.settings.owner()) is not None:
-            yield engine  # whose optimizer would else go while the engine is asked
+            yield engine  # the reference keeps its optimizer alive meanwhile
         else:
             engine.retire()
 

@@ -171,7 +171,7 @@ class CoCoDEngine(Engine):
         if not reduction.alone:
             for average in self._averages():
                 average.complete()
-            self.meet()  # with a rank that goes on to its next round, to be told
+            self.meet()  # raises where another rank goes on to its next round
             check_alike(steps, f"{tag}.drain", reduction.process_set)
         if self._momenta is not None:
             self._momenta.agree()

@@ -225,7 +225,7 @@ class MergedGradientEngine(Engine):
         self.rounds = 0
         self.stepped = False
         if self._tuner is not None:
-            # Trials end where all ranks are present, so all have seen the same ones.
+            # Trials end where all ranks are present, so all have tried the same plans.
             self._measure(SETTLE_STEPS if self._tuner.tried else SKIP_STEPS, self._tuner)
 
     # Architecture: G12
@@ -321,7 +321,7 @@ class MergedGradientEngine(Engine):
         self._bucket_of = {index: i for i, group in enumerate(groups) for index in group}
 
     def _make_buckets(self, groups: Sequence[Sequence[int]]) -> BucketSet:
-        # Under the same names: ranks with different plans must meet, to be told.
+        # Under the same names, so that ranks with different plans get an error.
         return BucketSet(self.settings, groups, "gradients")
 
 

@@ -8,7 +8,7 @@ torch settles it at its first use; code that Python does not see meets NaN, or c
     forward         a hook of the module that has p, before it runs: settle
     anything else   p.sum(), p.data, deepcopy, state_dict: settle
 
-A parameter waits only if it belongs to a module that was called, and if nobody else holds its
+A parameter waits only if it belongs to a module that was called, and if nothing else holds its
 memory (a kept ``p.data``, a view, an array, another process), which no function would show.
 """
 
@@ -32,7 +32,7 @@ FIND_STEPS = 5
 
 
 class PendingParameters:
-    """Holds the parameters of one optimizer, by their index, whose `memory_of` when new is known.
+    """Holds the parameters of one optimizer, by index; ``memory`` is `memory_of` them when new.
 
     Two methods, which are not kept alive: ``use`` is called with the indices of those that are
     about to be used, and calls `show`; ``replace`` before a module loads other weights.

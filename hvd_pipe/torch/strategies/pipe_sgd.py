@@ -11,8 +11,8 @@ Without a bucket size, some plans are tried in training, and the one with the fe
 unless another is faster (`hvd_pipe.planning.tuner`). Each set takes a new plan when it is
 free, so what is in flight arrives in the buckets in which it left::
 
-    step t:      all have sent B and told their times; A is free: made anew by the new plan
-    step t+1:    the new A leaves; wait for the old B, update, make B anew, too
+    step t:      all have sent B and shared their times; A is free, and replaced by the new plan
+    step t+1:    the new A leaves; wait for the old B, update, replace B, too
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ class Prediction:
                 group.update(before)
 
     def restore(self) -> None:
-        """Put the true weights back; raise where somebody has changed the weights since."""
+        """Put the true weights back; raise where the script has changed the weights since."""
         if self.true_weights is None:
             return
         if self._versions is not None and self._versions != self._current_versions():
