@@ -78,7 +78,7 @@ class Arguments(arguments.Arguments):
         return strategy
 
     def candidates(self, auto: Auto) -> tuple[tuple[Method, ...], dict[str, str]]:
-        """Return what ``auto`` may choose from here, and by name why not from the rest."""
+        """Return the methods that ``auto`` may choose, and by name why others are excluded."""
 
         def check(method: Method) -> None:
             if isinstance(method, MergedGradient) and method.overlaps_forward:

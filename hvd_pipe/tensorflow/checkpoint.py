@@ -57,7 +57,7 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
         return file.getvalue()
 
     def deserialize(self, string_value: bytes) -> None:
-        """Go on from a `serialize`; sessions that are still to come take theirs then."""
+        """Go on from a `serialize`; sessions that do not exist yet load their part when made."""
         with np.load(io.BytesIO(string_value), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         head = json.loads(str(arrays.pop("head")))

@@ -43,7 +43,7 @@ _WORDS = ("Horovod", "hvd_pipe.tf.", "hvd_pipe.broadcast", "gloo")
 
 
 class TensorFlowState(ObjectState):  # type: ignore[misc]
-    """What workers share: variables, what is in flight, and numbers of the user's.
+    """The state that workers share: variables, messages in flight, and numbers of the user.
 
     Args:
         variables: Keras' or TensorFlow's; of the model and the optimizer, say.
@@ -108,7 +108,7 @@ class TensorFlowState(ObjectState):  # type: ignore[misc]
 
 
 class TensorFlowKerasState(TensorFlowState):
-    """What workers share: a model, its optimizer, what is in flight, and numbers of the user's.
+    """The state that workers share: a model, its optimizer, messages in flight, and user numbers.
 
     Args:
         model: A Keras model that has been built.

@@ -277,11 +277,11 @@ def _median_seconds(
 
 
 def _backward_seconds(call: _Call, clock: Callable[..., float], forward_s: float) -> float:
-    """Return what the gradients of a call take; the forward pass is not left out by its graph."""
+    """Return the seconds of a call's gradients, measured with the forward pass in one graph."""
     floats = [output for output in call.outputs if output.dtype.is_floating]
     if not call.trains or not floats:
         return 0.0
-    # Given from outside, as TensorFlow would compute with constants before the first step.
+    # Passed as arguments: TensorFlow would fold constants before the first step.
     seeds = [tf.random.normal(each.shape, dtype=each.dtype) for each in floats]
     count = len(call.tensors)
 

@@ -1,7 +1,7 @@
-"""Variables whose update is left to the next step: whoever looks at one makes the update first.
+"""Variables whose update is left to the next step: reading one makes the update first.
 
-All that uses a variable takes its handle, from the attribute ``_handle``, and so does TensorFlow's
-C++. A graph took handles when it was traced, so a call of a graph is looked at by itself.
+All code that uses a variable reads its attribute ``_handle``, and so does TensorFlow's C++. A
+graph has read handles when it was traced, so calls of graphs are handled separately.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 due: dict[int, Callable[[], None]] = {}
-"""By the id of an optimizer's sessions, what makes the updates that its last step has left."""
+"""By the id of an optimizer's sessions, a function that makes its pending updates."""
 
 _lock = threading.RLock()
 _OWNERS = "_hvd_pipe_owners"
@@ -31,7 +31,7 @@ def settle(owners: Iterable[int] | None = None) -> None:
 
 @contextmanager
 def settling(owner: object) -> Iterator[bool]:
-    """Take the updates of an owner as made, unless making them fails."""
+    """Mark the updates of an owner as made, unless this block raises."""
     with _lock:
         finish = due.pop(id(owner), None)  # first, as updates use the variables
         try:

@@ -1,4 +1,4 @@
-"""What one optimizer or tape distributes, and what is in flight: made, resumed, handed on.
+"""The sessions of an optimizer or a tape, and their state in flight: made, resumed, replaced.
 
 An optimizer or a tape may be given several lists of variables, each of which is a `Session`. They
 show when gradients come for the first time, mostly while the step is traced. There ranks compare
@@ -49,7 +49,7 @@ from hvd_pipe.tensorflow.strategies.merged_gradient import MergedGradientEngine
 from hvd_pipe.tensorflow.strategies.pipe_sgd import PipeSGDEngine
 
 States = dict[int, Arrays]
-"""What sessions have in flight, by their number; beside it what their owner has, by `OWNERS`."""
+"""The state of sessions in flight, by their number; by `OWNERS`, that of their owner."""
 
 OWNERS = -1
 
@@ -315,12 +315,12 @@ class Sessions:
         self._count = itertools.count()
         self._loaded: States = {}
         self._numbers: dict[Hashable, int] = {}
-        """What sessions on other workers were numbered, of those that are still to come here."""
+        """The numbers that sessions have on other workers, for sessions not made here yet."""
         # A worker that comes to an elastic job is here alone: there, ranks compare at a step.
         self.strategy = arguments.check_alone() if is_elastic() else self._start()
         auto = isinstance(self.strategy, Auto)
         self.method: Method = MergedGradient() if auto else self.strategy  # type: ignore[assignment]
-        """What is carried out: the strategy, or under ``auto`` what that has come to."""
+        """The method in use: the strategy, or the one that ``auto`` uses now."""
         self.chosen: Method | None = None
         """What ``auto`` has chosen."""
         self.is_stale = False
@@ -557,7 +557,7 @@ def share() -> None:
 
 
 def sources_key(variables: Sequence[Any]) -> tuple[Hashable, ...]:
-    """Return what tells lists of variables apart; tensors, which come anew, by dtype and shape."""
+    """Return a key for a list of variables; tensors are identified by dtype and shape."""
     return tuple(
         (variable.dtype.name, *variable.shape)
         if isinstance(variable, tf.Tensor | tf.TensorSpec)

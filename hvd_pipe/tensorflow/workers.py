@@ -57,7 +57,7 @@ class _Lifecycle(Lifecycle):
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep what is in flight in elastic jobs too: whoever ends Horovod here knows of it."""
+        """Keep the state in flight when Horovod ends within this, in elastic jobs too."""
         self._keeping = True
         try:
             yield
@@ -145,7 +145,7 @@ _missed = False
 
 @contextmanager
 def _starting_to_communicate() -> Iterator[None]:
-    """Take the threads that appear within this for those that communicate."""
+    """Record the threads that start within this as those that communicate."""
     global _missed  # noqa: PLW0603 - one a process, as Horovod itself
     before = waits.threads(os.getpid())
     yield
@@ -155,7 +155,7 @@ def _starting_to_communicate() -> Iterator[None]:
 
 
 def _miss_start() -> None:
-    """Note that nobody has seen which threads communicate."""
+    """Record that it is not known which threads communicate."""
     global _missed  # noqa: PLW0603
     _missed = True
 

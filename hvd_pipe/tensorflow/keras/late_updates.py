@@ -27,7 +27,7 @@ _log = logging.getLogger("hvd_pipe")
 
 
 def _engines(optimizer: Any) -> list[tuple[ForwardOverlapEngine, Update]]:
-    """Return the engines that may leave updates to the next step, and what makes these."""
+    """Return the engines that may leave updates to the next step, with functions for these."""
     return [
         (session.engine, optimizer._hvd_pipe_update_of(session))
         for session in optimizer._hvd_pipe
@@ -42,7 +42,7 @@ def begin_step(optimizer: Any) -> None:
 
 
 def end_step(optimizer: Any) -> None:
-    """After all else that a step's graph does."""
+    """Check, at the end of a step's graph, that its updates can be left to the next step."""
     for engine, _ in _engines(optimizer):
         if engine.end_step():
             optimizer._hvd_pipe.is_stale = True

@@ -262,7 +262,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def variables(self) -> Any:
-        """As Keras'; calling it, as Keras 2 and what Horovod has for that do, says what to do."""
+        """As Keras'; calling it, as code for Keras 2 does, raises with what to write."""
         return _Variables(super().variables)
 
 

@@ -77,7 +77,7 @@ class Reduction:
 
     @cached_property
     def codec(self) -> Codec | None:
-        """What encodes the buffer; None where Horovod sums what travels."""
+        """The codec of the buffer; None where Horovod sums the message."""
         return self.compression if isinstance(self.compression, Codec) else None
 
     def ratio(self, dtype: tf.DType) -> float:
@@ -205,7 +205,7 @@ def _slice(numel: int, workers: int, chunk: int) -> int:
 
 
 def _encode(codec: Codec, rows: tf.Tensor, lost: tf.Variable | None) -> tf.Tensor:
-    """Return the code of rows, and of what was lost of them before, if that is kept."""
+    """Encode the rows plus their residual, if there is one, and update the residual."""
     if lost is None:
         return codec.encode(rows)
     rows = rows + lost

@@ -90,7 +90,7 @@ class Graph:
         return keras.tree.pack_sequence_as(self.structure, list(tensors))
 
     def feed(self, x: Any) -> list[Any]:
-        """Return the inputs in a batch's x, as the model would take them."""
+        """Return the model's inputs from a batch's x."""
         if isinstance(x, Mapping) and set(self.keys) <= set(x):
             flat = [x[key] for key in self.keys]
         else:

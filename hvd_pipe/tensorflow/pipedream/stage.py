@@ -132,18 +132,18 @@ class Losses:
 
 
 class Passed(NamedTuple):
-    """What a forward pass has made; None for what it has not."""
+    """The results of a forward pass; None where it has none."""
 
     outputs: list[Any]
     loss: Any
     """The mean over the samples, as of the metric."""
     metric: Any
     added: Any
-    """What is differentiated: the loss, and what layers and regularisers add to it."""
+    """The differentiated value: the loss and the losses of layers and regularisers."""
 
 
 class Passes:
-    """The passes of a stage; each is compiled once for each shape of what comes in."""
+    """The passes of a stage; each is compiled once for each shape of its inputs."""
 
     def __init__(self, part: Part, losses: Losses | None) -> None:
         self._part, self._losses = part, losses

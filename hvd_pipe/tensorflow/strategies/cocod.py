@@ -52,10 +52,10 @@ Flats = Sequence[tf.Tensor]
 _THREAD = "hvd_pipe.cocod"
 
 IN_FLIGHT = ("start", "sent")
-"""What begins the names in a `state` of what belongs to a round that is not over."""
+"""Prefixes of the names in a `state` that belong to a round that is not over."""
 
 KEPT = ("base", "anchor", "velocity", "outer", "outer_velocity")
-"""The same of what goes from round to round; residuals have names of their own."""
+"""Prefixes of the names that are kept over rounds; residuals have other names."""
 
 FRAGMENTS = "fragments"
 """The name in a state of each variable's fragment; vectors are numbered over all of them."""
@@ -103,7 +103,7 @@ class ModelAverage:
         return self.packing.pack({i: tf.convert_to_tensor(self._variables[i]) for i in own})
 
     def assign(self, flats: Flats) -> None:
-        """Give the variables what lies in the vectors."""
+        """Assign the vectors to the variables."""
         for flat, size in zip(flats, self.packing.sizes, strict=True):
             flat.set_shape([size])
         for index, value in self.packing.unpack(flats).items():
@@ -231,7 +231,7 @@ class ModelAverage:
         return {**arrays, **{name: each.numpy() for name, each in self._residuals().items()}}
 
     def load(self, state: Arrays, in_turn: bool) -> None:
-        """Go on from a state of all parts; what is in flight is taken ``in_turn`` only."""
+        """Go on from a state of all parts; only with ``in_turn`` from a round in flight."""
         self.settle()
 
         def flats(kind: str) -> list[tf.Tensor]:
@@ -491,7 +491,7 @@ class CoCoDEngine(Engine):
         return self._rounds >= self._warmup_steps
 
     def _of(self, fragment: int) -> list[ModelAverage]:
-        """What takes this turn; momenta are averaged with the only fragment."""
+        """Return the parts of a fragment; momenta belong to the only fragment."""
         return [part for part in self._parts if part.fragment == fragment]
 
     def _begin(self) -> tf.Operation:

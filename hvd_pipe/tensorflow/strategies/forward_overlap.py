@@ -75,7 +75,7 @@ class _Trace:
     updated: int | None = None
     """How many operations there were after the update."""
     sent: list[tf.Tensor] = field(default_factory=list)
-    """What messages have brought, in the order in which they leave."""
+    """The results of messages, in the order in which they leave."""
 
 
 class ForwardOverlapEngine(MergedGradientEngine):
@@ -83,15 +83,15 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def __init__(self, settings: Settings, strategy: MergedGradient, plan: Plan | None) -> None:
         self.may_defer = False
-        """Whether all ranks have found that updates may be made layer by layer."""
+        """Whether all ranks agree that updates may be made layer by layer."""
         self.has_saved_plan = False
         """Whether a checkpoint has brought the plan, so that no other is tried."""
         self.held: Gradients = {}
         """Gradients of a checkpoint that are still to be applied."""
         self.was_loaded = False
-        """Whether a checkpoint has changed what is in flight, and ranks have not met since."""
+        """Whether a checkpoint has changed what is in flight since ranks compared it."""
         self._held_weights: Gradients = {}
-        """Under ``HVD_PIPE_CHECK``, the weights of that checkpoint that NaN stands for."""
+        """Under ``HVD_PIPE_CHECK``, the weights of that checkpoint, which NaN has replaced."""
         self._takes_plan = plan is None
         """Whether the user has given none, and no step has been traced."""
         self._trace: _Trace | None = None
@@ -105,7 +105,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
             "iterations": variable([], tf.int64, f"{tag}.iterations"),
             "rate": variable([], tf.float64, f"{tag}.rate"),
         }
-        """Of the step whose updates are late."""
+        """The iterations and the rate of the step whose updates are late."""
         super().__init__(settings, strategy, plan)
 
     def adopt(self, plan: Plan | None) -> None:
@@ -140,7 +140,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
             index: variable(shapes.shapes[index], shapes.dtypes[index], f"covered.{index}")
             for index in (late if check_mode.active.on else ())
         }
-        """By index, the late weights that NaN stands for between two steps."""
+        """By index, the late weights, which NaN replaces between two steps."""
 
     @property
     def defers(self) -> bool:
@@ -158,7 +158,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
     # A step.
 
     def _traced(self) -> _Trace:
-        """Return how far the step has been traced whose graph this is."""
+        """Return the trace of the current graph's step."""
         graph = ops.get_default_graph()
         if self._trace is None or self._trace.graph() is not graph:
             self._trace = _Trace(weakref.ref(graph))
@@ -359,7 +359,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
 
 _PLAN, _WORKERS = "plan", "workers"
-"""In a state: the plan that has been found, and for how many workers."""
+"""Keys of a state: the chosen plan, and for how many workers."""
 
 _PENDING = (
     "gradients were applied while updates of the step before were still to come: under "

@@ -26,16 +26,16 @@ class MergedGradientEngine(Engine):
     def __init__(self, settings: Settings, strategy: MergedGradient, plan: Plan | None) -> None:
         super().__init__(settings)
         self.times: ReadyTimes | None = None
-        """Set while times are recorded; graphs that are traced meanwhile note them."""
+        """Set while times are recorded, by graphs that are traced meanwhile."""
         if plan is None and len(settings.shapes):
             sent = settings.dense or [0]  # a plan has one name at least
             plan = settings.shapes.first_plan(strategy, settings.groups, sent[::-1])
         self.adopt(plan)
 
     def adopt(self, plan: Plan | None) -> None:
-        """Take the plan's buckets; graphs that were traced before keep theirs.
+        """Make the plan's buckets, with new residuals; graphs that were traced before keep theirs.
 
-        The residuals of the buckets before are dropped. None is for no gradients.
+        None is for no gradients.
         """
         settings = self.settings
         groups = []

@@ -65,7 +65,7 @@ PLANS = 3
 
 
 class Deferral(NamedTuple):
-    """What ``overlap="forward"`` asks of whoever drives the steps."""
+    """What ``overlap="forward"`` needs of the code that drives the steps."""
 
     problem: Callable[[], str | None]
     """Returns why updates cannot be made layer by layer, None where they can."""
@@ -107,7 +107,7 @@ class Replan:
 
     @classmethod
     def of(cls, sessions: Sessions, passes: int = 1, deferral: Deferral | None = None) -> Replan:
-        """Return what watches these sessions; one for all calls of ``fit``."""
+        """Return the instance for these sessions, one for all calls of ``fit``."""
         if sessions.watcher is None:
             sessions.watcher = cls(sessions, passes, deferral)
         watcher: Replan = sessions.watcher
@@ -195,7 +195,7 @@ class Replan:
         return self._tuners[tag]
 
     def _recorded(self, engine: MergedGradientEngine) -> list[float] | None:
-        """Note what was seen of the plan; return ready times, or None where no rank saw a step."""
+        """Record the times of the plan; return ready times, or None where no rank had a step."""
         times, engine.times = engine.times, None
         if not engine.settings.dense or engine.plan is None:
             return None
