@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cells import Cell
 from on_ranks import on_ranks
-from problem import OPTIMIZERS, make_model, train
-from torch import nn
+from problem import OPTIMIZERS, make_model, one_weight, train, update_one, updates_of
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.errors import HvdPipeError
 
-LR = 2.0**-6
 EARLY, LATE = 5, 25  # steps of rank 0 and rank 1; a plan is due in between
 MORE = 16  # after both have joined; a plan is due, if none was made
 
@@ -27,36 +23,16 @@ STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=2")
 pytestmark = on_ranks(2, init=hvd.init)
 
 
-def one_weight(strategy: str) -> tuple[nn.Linear, Any]:
-    """A model whose gradient is 1 on both ranks in every step."""
-    model = nn.Linear(1, 1, bias=False).double()
-    nn.init.zeros_(model.weight)
-    plain = torch.optim.SGD(model.parameters(), lr=LR)
-    return model, hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
-
-
-def go_on(model: nn.Linear, optimizer: Any, steps: int, gradient: float = 1.0) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        (model.weight.sum() * gradient).backward()
-        optimizer.step()
-
-
-def updates_of(model: nn.Linear) -> float:
-    """The sum of all updates so far, in units of the learning rate."""
-    return -model.weight.item() / LR
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_that_has_joined_is_not_averaged_in_as_a_model(strategy: str) -> None:
     """Uneven data. Gradients of a joined rank count as zero, as in Horovod; its model does not."""
     model, optimizer = one_weight(strategy)
-    go_on(model, optimizer, LATE if hvd.rank() else EARLY)
+    update_one(model, optimizer, LATE if hvd.rank() else EARLY)
     hvd.join()
     updates = [updates_of(model)]
     optimizer.synchronize()
     updates.append(updates_of(model))
-    go_on(model, optimizer, MORE)
+    update_one(model, optimizer, MORE)
     optimizer.synchronize()
     updates.append(updates_of(model))
     if strategy == "cocod:period=2":
@@ -92,11 +68,11 @@ def test_a_loaded_state_goes_on_with_what_it_holds(strategy: str, saved: str) ->
     """
     model, optimizer = one_weight(strategy)
     factor = 1 + hvd.rank()
-    go_on(model, optimizer, 0 if saved == "nothing in flight" else 3, 100.0 * factor)
+    update_one(model, optimizer, 0 if saved == "nothing in flight" else 3, 100.0 * factor)
     weight, state = model.weight.detach().clone(), copy.deepcopy(optimizer.state_dict())
     if saved == "plain":
         del state["hvd_pipe"]
-    go_on(model, optimizer, 3, 10.0 * factor)
+    update_one(model, optimizer, 3, 10.0 * factor)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.load_state_dict(state)
@@ -105,7 +81,7 @@ def test_a_loaded_state_goes_on_with_what_it_holds(strategy: str, saved: str) ->
         model.weight.copy_(weight)
     updates = []
     for _ in range(3):
-        go_on(model, optimizer, 1, 1.0 * factor)
+        update_one(model, optimizer, 1, 1.0 * factor)
         updates.append(updates_of(model))
     optimizer.synchronize()
     assert [*updates, updates_of(model)] == GOES_ON[strategy, saved][hvd.rank()]
@@ -160,27 +136,11 @@ def test_synchronize_on_one_rank_alone_is_told_on_every_rank(after: int, strateg
     number = 0
     with pytest.raises(HvdPipeError, match=r"synchronize\(\) was called without a backward"):  # noqa: PT012
         for number in range(after + 3):
-            go_on(model, optimizer, 1)
+            update_one(model, optimizer, 1)
             if hvd.rank() == 0 and number == after:
                 optimizer.synchronize()
     # Rank 1 is told in the step after the one that went apart, rank 0 in its own next one.
     assert number == after + 1 + hvd.rank()
-
-
-def test_any_error_on_one_rank_reaches_the_others() -> None:
-    """An error of any kind, while rank 1 reads its arguments."""
-    model = make_model()
-
-    class Named:
-        def __iter__(self) -> Iterator[tuple[str, nn.Parameter]]:
-            if hvd.rank() == 1:
-                raise KeyError("layer 7")
-            return iter(model.named_parameters())
-
-    kind = (RanksDisagreeError, KeyError)[hvd.rank()]
-    said = ("^rank 1 was given something wrong.*layer 7", "^'layer 7'$")[hvd.rank()]
-    with pytest.raises(kind, match=f"(?s){said}"):
-        hvd.DistributedOptimizer(OPTIMIZERS["adam"](model), Named())
 
 
 @pytest.mark.parametrize(

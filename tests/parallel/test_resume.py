@@ -52,6 +52,10 @@ CASES = [
             "cocod:period=4,warmup_steps=9",
             "cocod:period=4,momentum=average",
             "cocod:period=4,pull_back=0.6,anchor_momentum=0.7",
+            "cocod:period=2,warmup_steps=5,outer=nesterov,outer_lr=0.3",
+            "cocod:period=6,warmup_steps=4,fragments=3",
+            "cocod:period=4,fragments=2,outer=nesterov",
+            "cocod:period=3,momentum=average,weights=3/1",
         )
         for optimizer in (("momentum", "adam") if strategy in STRATEGIES else ("momentum",))
     ),
@@ -62,8 +66,11 @@ CASES = [
             *STRATEGIES[1:],
             "pipe-sgd:warmup_steps=9",
             "cocod:period=4,warmup_steps=9",
+            "cocod:period=4,fragments=2",
+            "cocod:period=2,weights=3/1",
         )
     ),
+    Case("cocod:period=4,fragments=2,outer=nesterov", "adam", saved=4),
     Case("merged-gradient", saved=PLANNED),
     Case("merged-gradient", compression=FEEDBACK, saved=PLANNED),
     Case("cocod:period=4", saved=8),  # at the border of two rounds

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cells import Cell
 from on_ranks import on_ranks
-from problem import OPTIMIZERS, STEPS, loss_of, make_model, train, weights_of
+from problem import OPTIMIZERS, STEPS, loss_of, make_model, weights_of
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -59,18 +59,6 @@ def test_a_scheduler_follows(strategy: str, before: bool) -> None:
     assert_close(-np.diff(weights), wanted[strategy])
 
 
-def test_hooks_run_once_a_step() -> None:
-    """Hooks that were registered before and after wrapping."""
-    calls: list[str] = []
-    model = make_model()
-    plain = OPTIMIZERS["momentum"](model)
-    plain.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer = wrap(model, plain)
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    train(model, optimizer, hvd.rank())
-    assert calls == ["before", "after"] * STEPS
-
-
 @pytest.mark.parametrize(
     "pair",
     [
@@ -99,26 +87,3 @@ def test_two_optimizers_in_one_script(pair: tuple[str, str]) -> None:
         optimizer.synchronize()
     for model, kind, strategy in zip(models, kinds, pair, strict=True):
         assert_close(weights_of(model), Cell(strategy, kind).expected(2)[hvd.rank(), -1])
-
-
-@pytest.mark.parametrize(
-    ("given", "environment", "strategy"),
-    [
-        (None, None, "merged-gradient"),
-        (None, "pipe-sgd:warmup_steps=5", "pipe-sgd:warmup_steps=5"),
-        ("cocod:period=4", "pipe-sgd", "cocod:period=4"),
-        (hvd.MergedGradient(bucket_bytes=64), None, "merged-gradient"),
-        (hvd.PipeSGD(warmup_steps=5), None, "pipe-sgd:warmup_steps=5"),
-        (hvd.CoCoD(period=3, warmup_steps=4), None, "cocod:period=3,warmup_steps=4"),
-    ],
-    ids=["nothing", "environment", "argument and environment", "merged", "pipe-sgd", "cocod"],
-)
-def test_each_way_to_give_a_strategy(
-    given: Any, environment: str | None, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if environment is not None:
-        monkeypatch.setenv("HVD_PIPE_STRATEGY", environment)
-    model = make_model()
-    optimizer = wrap(model, OPTIMIZERS["momentum"](model), given)
-    weights = train(model, optimizer, hvd.rank(), drains={STEPS - 1})
-    assert_close(weights, Cell(strategy, "momentum").expected(2)[hvd.rank()])

@@ -25,6 +25,7 @@ from uses_common import (
     PROCESS_SETS,
     STEPS,
     Array,
+    Pair,
     Script,
     clear,
     make_float32,
@@ -220,40 +221,35 @@ def make_lbfgs(model: nn.Module) -> Optimizer:
     return LBFGS(model.parameters(), lr=0.3, **options)  # its search compares losses
 
 
-def with_lbfgs(strategy: str) -> Array:
-    model = make_model()
-    optimizer = wrap(model, make_lbfgs(model), strategy)
-    records = []
-
+def train_by_lbfgs(model: nn.Module, optimizer: Any, loss: Callable[[], torch.Tensor]) -> Array:
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = loss_of(model, hvd.rank(), 0)
-        loss.backward()
-        return loss
+        found = loss()
+        found.backward()
+        return found
 
+    records = []
     for _ in range(STEPS):
         optimizer.step(closure)
         records.append(weights_of(model))
     return np.array(records)
 
 
+def with_lbfgs(strategy: str) -> Array:
+    model = make_model()
+    optimizer = wrap(model, make_lbfgs(model), strategy)
+    return train_by_lbfgs(model, optimizer, lambda: loss_of(model, hvd.rank(), 0))
+
+
 def simulate_lbfgs(strategy: str, n: int) -> list[Array]:
     """One process that has all workers' data."""
     assert strategy == MERGED
     model = make_model()
-    optimizer = make_lbfgs(model)
-    records = []
 
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = torch.stack([loss_of(model, rank, 0) for rank in range(n)]).mean()
-        loss.backward()
-        return loss
+    def loss() -> torch.Tensor:
+        return torch.stack([loss_of(model, rank, 0) for rank in range(n)]).mean()
 
-    for _ in range(STEPS):
-        optimizer.step(closure)
-        records.append(weights_of(model))
-    return [np.array(records)] * n
+    return [train_by_lbfgs(model, make_lbfgs(model), loss)] * n
 
 
 # Two optimizers: a generator of six numbers out of two, and a discriminator.
@@ -282,50 +278,11 @@ def fool(generator: nn.Module, discriminator: nn.Module, rank: int, step: int) -
     return nn.functional.softplus(-discriminator(generator(noise[:, :2]))).mean()
 
 
-def adversarial(strategy: str, freeze: bool) -> Array:
-    generator, discriminator = make_generator(), make_discriminator()
-    optimizers = [
-        hvd.DistributedOptimizer(
-            make_momentum(model), model.named_parameters(prefix=prefix), strategy=strategy
-        )
-        for model, prefix in ((generator, "generator"), (discriminator, "discriminator"))
-    ]
-    records = []
-    for number in range(STEPS):
-        optimizers[1].zero_grad()
-        judge(generator, discriminator, hvd.rank(), number).backward()
-        optimizers[1].step()
-        discriminator.requires_grad_(not freeze)
-        optimizers[0].zero_grad()
-        fool(generator, discriminator, hvd.rank(), number).backward()
-        optimizers[0].step()
-        discriminator.requires_grad_(True)
-        records.append([*weights_of(generator), *weights_of(discriminator)])
-    if not freeze:
-        optimizers[1].zero_grad()  # what the generator's loss has left
-    for optimizer in optimizers:
-        optimizer.synchronize()
-    records.append([*weights_of(generator), *weights_of(discriminator)])
-    return np.array(records)
-
-
-def simulate_adversarial(strategy: str, n: int) -> Array:
-    generators = make_workers(strategy, n, make_generator, make_momentum)
-    discriminators = make_workers(strategy, n, make_discriminator, make_momentum)
-    pairs = list(zip(generators.models, discriminators.models, strict=True))
-    for number in range(STEPS):
-        for workers, loss in ((discriminators, judge), (generators, fool)):
-            for rank, (generator, discriminator) in enumerate(pairs):
-                generator.zero_grad()
-                discriminator.zero_grad()
-                loss(generator, discriminator, rank, number).backward()
-            workers.step()
-        generators.record()
-        discriminators.record()
-    for workers in (generators, discriminators):
-        workers.synchronize()
-        workers.record()
-    return np.concatenate([generators.trajectory, discriminators.trajectory], axis=2)
+def adversarial(freeze: bool) -> dict[str, Any]:
+    """A discriminator and a generator in turn."""
+    makes = (make_generator, make_discriminator)
+    optimizers = ((make_momentum, make_momentum),) * 2
+    return Pair(makes, makes, optimizers, ((judge, [1]), (fool, [0])), freeze).sides
 
 
 # Process sets.
@@ -430,13 +387,11 @@ USES: list[Use] = [
     ),
     Use(
         "two optimizers, as for a GAN; the other model is frozen",
-        run=partial(adversarial, freeze=True),
-        expected=simulate_adversarial,
+        **adversarial(freeze=True),
     ),
     Use(
         "two optimizers, as for a GAN; the other model is not frozen",
-        run=partial(adversarial, freeze=False),
-        expected=simulate_adversarial,
+        **adversarial(freeze=False),
     ),
     Use(
         "`process_set`",
