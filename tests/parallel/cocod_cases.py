@@ -154,7 +154,7 @@ def make_reference(case: Case, n: int, leaves_after: int | None = None) -> CoCoD
         n,
         make_model,
         OPTIMIZERS[case.optimizer],
-        rounds=case.compression == "fp16" and n > 1,
+        halves=case.compression == "fp16" and n > 1,
         leaves_after=leaves_after,
     )
     assert isinstance(workers, CoCoDWorkers)

@@ -548,7 +548,7 @@ def test_a_resumed_run_goes_on_with_the_choice_and_its_plan(
     if chosen == FORWARD:
         assert plan.order is not None
         assert (other.plan.buckets, other.plan.order) == (plan.buckets, plan.order)
-        assert deferred == list(later[1:])  # the first step loads
+        assert [step for step in deferred if step > saved] == list(later[1:])
 
 
 def test_overlap_forward_that_is_not_allowed_any_more_is_measured_again() -> None:

@@ -56,7 +56,6 @@ def join_alone(strategy: str, how: str, compression: str, steps: int) -> None:
     ("strategy", "how", "codec", "steps"),
     [
         ("merged-gradient", "add_param_group", "none", AT + 4),
-        ("merged-gradient:plan=wfbp,overlap=forward", "add_param_group", "none", AT + 8),
         ("cocod:period=2,fragments=2", "add_param_group", "none", AT + 4),
         # Rank 0 has no step left after that one: it meets rank 1 in its last synchronize().
         ("pipe-sgd", "unfreeze", "int8", AT + 1),

@@ -72,14 +72,7 @@ def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run(NamedTuple):
-    """What a rank has seen.
-
-    Args:
-        losses: Of every step.
-        weights: Now and then, and at the end.
-        deferred: The steps whose ``step()`` left messages to be waited for later.
-        plan: At the end.
-    """
+    """What a rank has seen."""
 
     losses: list[float]
     weights: list[Weights]
@@ -100,15 +93,7 @@ def scripted(
     options: Callable[[ModuleType], dict[str, Any]] = lambda module: {},
     passes: int = 1,
 ) -> Run:
-    """Train; by stock Horovod where no strategy is given.
-
-    Args:
-        before, after: What else the script does before and after each ``step()``.
-        schedule: Whether a scheduler changes learning rates after each step.
-        backward: Whether a step has a backward pass.
-        options: More arguments of the optimizer.
-        passes: Backward passes a step.
-    """
+    """Train; by stock Horovod where no strategy is given."""
     module: ModuleType = stock if strategy is None else hvd
     given = options(module) | ({} if strategy is None else {"strategy": strategy})
     if passes > 1:
@@ -525,3 +510,15 @@ def test_a_rank_that_synchronizes_alone_is_told() -> None:
             if (hvd.rank(), step) == (0, ODD):
                 optimizer.synchronize()
     assert ODD < step <= ODD + 3
+
+
+@on_ranks(2, init=hvd.init, env={"LAUNCH": "adds alone"})
+def test_parameters_that_one_rank_alone_adds() -> None:
+    """Both ranks are told, and neither waits for ever."""
+    model, optimizer = wrapped(strategy=ALONE)
+    go_on(model, optimizer, range(SHORT - 3))
+    if hvd.rank() == 0:
+        optimizer.add_param_group({"params": list(nn.Linear(3, 3).parameters())})
+    with pytest.raises(HvdPipeError, match="ranks have sent different things at the same step"):
+        go_on(model, optimizer, range(SHORT - 3, SHORT))
+    hvd.shutdown()  # one may wait until the other has ended

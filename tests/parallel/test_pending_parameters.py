@@ -69,12 +69,7 @@ def batches(steps: int = LOOKED_STEPS) -> list[list[torch.Tensor]]:
 
 
 class Training:
-    """Trains a model by averages of all ranks' gradients, and looks at it now and then.
-
-    Args:
-        optimizer: Makes the optimizer.
-        look: The way.
-    """
+    """Trains a model by averages of all ranks' gradients, and looks at it now and then."""
 
     def __init__(self, optimizer: str, look: str) -> None:
         self.model = normed_model()

@@ -187,15 +187,7 @@ def at(steps: dict[int, Event]) -> Event:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models with an optimizer each.
-
-    Args:
-        makes: Make the models on ranks.
-        references: Make them in one process.
-        optimizers: Make the plain optimizers, on ranks and in one process.
-        phases: Of a step: a loss of both models, and which of them it trains.
-        freeze: Whether a phase freezes the model that it does not train.
-    """
+    """Two models with an optimizer each."""
 
     makes: Sequence[MakeModel]
     references: Sequence[MakeModel]

@@ -13,12 +13,7 @@ LATE_S = 1.5
 
 
 def wait_for_a_late_rank() -> tuple[float, float, int]:
-    """Take a step in which rank 1 is late.
-
-    Returns:
-        The seconds of the step, the processor's seconds of this thread, and how often this thread
-        went to sleep.
-    """
+    """Take a step in which rank 1 is late."""
     hvd.init()
     model = torch.nn.Linear(8, 8)
     optimizer = hvd.DistributedOptimizer(
