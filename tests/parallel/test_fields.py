@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,8 +155,9 @@ def test_an_environment_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     check(str(told.value), differing({}, {}, "PipeSGD", "CoCoD(period=6"))
 
 
-def unreadable(_: nn.Module) -> Any:
+def unreadable(_: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     raise KeyError("layer 7")
+    yield
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -166,7 +167,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "named_parameters",
     ),
-    "plan of another model": ({"make": longer, "strategy": in_file(2)}, ValueError, "5.bias"),
+    "plan of another model": ({"make": longer, "strategy": in_file(2)}, ValueError, "5.weight"),
     "no plan file": ({"strategy": hvd.MergedGradient("missing.json")}, OSError, "missing.json"),
     "any error": ({"named_parameters": unreadable}, KeyError, "layer 7"),
 }

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
-
 import numpy as np
 import pytest
-import torch
 from cells import Cell
 from on_ranks import on_ranks
 from problem import OPTIMIZERS, make_model, one_weight, train, update_one, updates_of
@@ -41,50 +37,6 @@ def test_a_rank_that_has_joined_is_not_averaged_in_as_a_model(strategy: str) -> 
     else:
         end = (EARLY, EARLY + (LATE - EARLY) / 2)[hvd.rank()]
         assert updates == [end, end, end + MORE]
-
-
-# In flight after three steps with gradients of 100 and 200: Pipe-SGD's average of 150, and
-# CoCoD's mean of the starts 200 and 400. Every gradient is applied once in the end: 454.5.
-GOES_ON: dict[tuple[str, str], list[list[float]]] = {
-    ("merged-gradient", "nothing in flight"): [[1.5, 3, 4.5, 4.5]] * 2,
-    ("merged-gradient", "in flight"): [[451.5, 453, 454.5, 454.5]] * 2,
-    ("merged-gradient", "plain"): [[451.5, 453, 454.5, 454.5]] * 2,
-    ("pipe-sgd", "nothing in flight"): [[0, 1.5, 3, 4.5]] * 2,
-    ("pipe-sgd", "in flight"): [[450, 451.5, 453, 454.5]] * 2,
-    ("pipe-sgd", "plain"): [[300, 301.5, 303, 304.5]] * 2,
-    ("cocod:period=2", "nothing in flight"): [[1, 2, 3, 4.5], [2, 4, 6, 4.5]],
-    # The first round goes on where it was: mean 300, and a third local step of 1 or 2.
-    ("cocod:period=2", "in flight"): [[401, 402, 453.5, 454.5], [502, 504, 455.5, 454.5]],
-    ("cocod:period=2", "plain"): [[301, 452, 453, 454.5], [602, 454, 456, 454.5]],
-}
-
-
-@pytest.mark.parametrize(("strategy", "saved"), GOES_ON)
-def test_a_loaded_state_goes_on_with_what_it_holds(strategy: str, saved: str) -> None:
-    """And with nothing of what was in flight when it was loaded.
-
-    Gradients are 100 before saving, 10 in what loading forgets, and 1 after it, twice as much on
-    rank 1, so that each number says what it is made of.
-    """
-    model, optimizer = one_weight(strategy)
-    factor = 1 + hvd.rank()
-    update_one(model, optimizer, 0 if saved == "nothing in flight" else 3, 100.0 * factor)
-    weight, state = model.weight.detach().clone(), copy.deepcopy(optimizer.state_dict())
-    if saved == "plain":
-        del state["hvd_pipe"]
-    update_one(model, optimizer, 3, 10.0 * factor)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.load_state_dict(state)
-    assert len(caught) == (saved == "plain" and strategy != "merged-gradient")
-    with torch.no_grad():
-        model.weight.copy_(weight)
-    updates = []
-    for _ in range(3):
-        update_one(model, optimizer, 1, 1.0 * factor)
-        updates.append(updates_of(model))
-    optimizer.synchronize()
-    assert [*updates, updates_of(model)] == GOES_ON[strategy, saved][hvd.rank()]
 
 
 def test_the_newest_optimizer_of_a_parameter_listens_to_it() -> None:

@@ -11,7 +11,6 @@ import gc
 import itertools
 import time
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -37,7 +36,7 @@ from overlap_models import (
 )
 from problem import OPTIMIZERS, Loss, Weights, loss_of, weights_of
 from torch import nn
-from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import hvd_pipe.torch as hvd
@@ -253,19 +252,6 @@ def clip_always(model: nn.Module, optimizer: Any, step: int) -> None:
 def hook_on_one(_: nn.Module, optimizer: Any, step: int) -> None:
     if (hvd.rank(), step) == (1, ODD):
         optimizer.register_step_pre_hook(lambda *_: None)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (LBFGS, {}, "leave overlap='forward' out"),
-        (partial(SGD, lr=0.1), {"op": hvd.Adasum}, "Adasum"),
-    ],
-    ids=["LBFGS", "Adasum"],
-)
-def test_refusals(kind: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        wrapped(make_optimizer=lambda m: kind(m.parameters()), strategy=PLANNED, **options)
 
 
 # Ranks that differ, and updates that stay in step().
