@@ -29,6 +29,9 @@ from hvd_pipe.torch import pipedream
 two = on_ranks(2, init=hvd.init, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 
 
+FILES = tempfile.TemporaryDirectory(prefix="plans-")
+
+
 def half_frozen() -> nn.Module:
     model = make_model()
     model[0].requires_grad_(False)
@@ -55,7 +58,7 @@ def longer() -> nn.Module:
 def in_file(first: int) -> hvd.MergedGradient:
     """A file of this rank's own: files differ by content, not by path."""
     names = [name for name, _ in make_model().named_parameters()][::-1]
-    path = Path(tempfile.mkdtemp()) / "plan.json"
+    path = Path(FILES.name) / f"{first}.json"
     Plan((tuple(names[:first]), tuple(names[first:])), "given").save(path)
     return hvd.MergedGradient(str(path))
 
