@@ -6,12 +6,22 @@ from dataclasses import dataclass
 from functools import cache
 
 import horovod.torch as stock
-from problem import OPTIMIZERS, STEPS, Weights, make_model, train
+from problem import OPTIMIZERS as COMMON
+from problem import STEPS, Weights, make_model, train
 from serial import make_workers
+from torch.optim import SGD
 
 import hvd_pipe.torch as hvd
 
 STOCK = "stock horovod"
+OPTIMIZERS = {
+    **COMMON,
+    # Changes gradients in place, which a prediction once took for the guess.
+    "nesterov": lambda model: SGD(
+        model.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True
+    ),
+}
+PREDICTIONS = ("pipe-sgd:prediction=local", "pipe-sgd:prediction=previous")
 
 STRATEGIES = (
     STOCK,  # shows that the reference, too, is right
@@ -68,7 +78,15 @@ def _expected(cell: Cell, n: int) -> Weights:
 
 
 CELLS = [
-    *(Cell(strategy, optimizer) for strategy in STRATEGIES for optimizer in OPTIMIZERS),
+    *(Cell(strategy, optimizer) for strategy in STRATEGIES for optimizer in COMMON),
+    *(
+        Cell(strategy, optimizer, **options)
+        for strategy in PREDICTIONS
+        for optimizer in ("momentum", "adam")
+        for options in ({}, {"passes": 2}, {"drains": (3, 8, 9)})
+    ),
+    *(Cell(f"{strategy},warmup_steps=5", "adam", drains=(3, 8, 9)) for strategy in PREDICTIONS),
+    *(Cell(strategy, "nesterov") for strategy in PREDICTIONS),
     Cell("merged-gradient", "momentum", passes=2),
     Cell("pipe-sgd:warmup_steps=5", "momentum", passes=2),
     Cell("cocod:period=4", "momentum", passes=2),

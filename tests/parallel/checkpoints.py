@@ -129,14 +129,7 @@ def assert_equal(resumed: Sequence[Array], whole: Sequence[Array]) -> None:
 def broadcast_from_rank_0(
     case: Case, library: Any, before: int, drain: bool
 ) -> tuple[list[Array], list[Array], bytes]:
-    """A run beside one that rank 0 alone saves and loads; all have stepped ``before`` times.
-
-    Args:
-        case: The run.
-        library: Whose functions broadcast, ours or Horovod's.
-        before: Steps of the optimizer that loads.
-        drain: Whether the run is drained before it is saved.
-    """
+    """A run beside one that rank 0 alone saves and loads; all have stepped ``before`` times."""
     model, optimizer = case.start()
     advance(model, optimizer, range(case.saved))
     if drain:

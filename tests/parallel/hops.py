@@ -29,14 +29,6 @@ def hops_between(border: CodeType, first: int, last: int) -> Iterator[list[Hop]]
 
     Threads count that are started within the context. Comprehensions and generator expressions
     are parts of the functions that they stand in.
-
-    Args:
-        border: The function.
-        first: The number of its call that begins, from 0.
-        last: The number of its call that ends, which does not count.
-
-    Yields:
-        Them, in the order of their first calls.
     """
     found: dict[CodeType, Hop] = {}
     calls = -1

@@ -116,12 +116,7 @@ class Report(NamedTuple):
 
 
 class Launches:
-    """The tests of one file that ask for the same ranks, and the ranks that run them.
-
-    Args:
-        wanted: The ranks.
-        items: The selected tests, in the order in which they run.
-    """
+    """The tests of one file that ask for the same ranks, and the ranks that run them."""
 
     def __init__(self, wanted: Ranks, items: list[pytest.Item]) -> None:
         self._wanted = wanted

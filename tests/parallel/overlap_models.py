@@ -43,20 +43,6 @@ class Tied(nn.Module):
         return result[:, :3]
 
 
-class Reader(nn.Module):
-    """Reads the weights of a child that it never calls, and has a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((6,), 0.7))
-        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = nn.functional.linear(inputs * self.scale, self.first.weight, self.first.bias)
-        result: torch.Tensor = self.second(torch.tanh(hidden))
-        return result
-
-
 class Skipping(nn.Module):
     """Leaves layers out in some steps, not the same on all ranks; has an early exit."""
 
@@ -87,21 +73,6 @@ class Recurrent(nn.Module):
         return result
 
 
-class Wandering(nn.Module):
-    """From some step on, a weight is used by a function, and its layer is not called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
-        self.number = 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.first(inputs))
-        if self.number < ODD:
-            return self.second(hidden)  # type: ignore[no-any-return]
-        return nn.functional.linear(hidden, self.second.weight)
-
-
 class Sparse(nn.Module):
     """An embedding with sparse gradients."""
 
@@ -127,12 +98,6 @@ def numbered_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     """Early exits at the same steps on all ranks, skipped layers one step apart."""
     inputs, targets = batch(rank, step, next(model.parameters()).dtype)
     model.number = step + (rank if step % 5 < 3 else 0)  # type: ignore[assignment]
-    return nn.functional.mse_loss(model(inputs), targets)
-
-
-def alike_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    inputs, targets = batch(rank, step, next(model.parameters()).dtype)
-    model.number = step  # type: ignore[assignment]
     return nn.functional.mse_loss(model(inputs), targets)
 
 

@@ -16,13 +16,7 @@ def _nothing(_names: Names) -> None:
 
 
 def execute(text: str, names: Names, training: Callable[[Names], object] = _nothing) -> Names:
-    """Run a block in a folder of its own, and return the names that it leaves.
-
-    Args:
-        text: The block. A line ``...`` stands for the reader's training.
-        names: What the page presumes.
-        training: Takes the place of each line ``...``; it is given the names at that line.
-    """
+    """Run a block in a folder of its own, and return the names that it leaves."""
     code = re.sub(r"^( *)\.\.\.( .*)?$", r"\1_training()", text, flags=re.MULTILINE)
     left = {**names, "_training": lambda: training(left)}
     with tempfile.TemporaryDirectory() as folder, chdir(folder):

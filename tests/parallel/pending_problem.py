@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from on_ranks import gather
+from serial import Vectors, make_workers
 from torch import nn
 
 import hvd_pipe.torch as hvd
@@ -56,29 +57,19 @@ def trained_alone(
     loss: Callable[[nn.Module, int, int], torch.Tensor] = loss_of,
 ) -> torch.Tensor:
     """Train one process on the mean of all ranks' gradients; or, ``late``, of the step before."""
-    model = make_model()
-    optimizer, pending = sgd(model), None
-    for step in range(steps + 1):
-        mean: Any = None
-        if step < steps:
-            ranks = []
-            for rank in range(RANKS):
-                model.zero_grad()
-                loss(model, step, rank).backward()
-                ranks.append(
-                    [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-                )
-            mean = [sum(each) / RANKS for each in zip(*ranks, strict=True)]
-        if late:
-            mean, pending = pending, mean
-        if mean is None:
-            continue
-        for parameter, gradient in zip(model.parameters(), mean, strict=True):
-            parameter.grad = gradient
-        if step < steps:  # what is drained at the end is nobody's to change
-            change(model, step)
-        optimizer.step()
-    return weights_of(model)
+    strategy = "pipe-sgd" if late else "merged-gradient"
+    workers = make_workers(strategy, RANKS, make_model, sgd, mean)
+    for step in range(steps):
+        workers.backward(lambda model, rank, step: loss(model, step, rank), step)
+        workers.step(lambda model, step=step: change(model, step))
+    workers.synchronize()  # what is drained at the end is nobody's to change
+    return weights_of(workers.models[0])
+
+
+def mean(ranks: Sequence[Vectors]) -> Vectors:
+    """The average, in which a parameter that a rank has no gradient of counts as zero."""
+    columns = [[g for g in column if g is not None] for column in zip(*ranks, strict=True)]
+    return [torch.stack(column).sum(0) / RANKS for column in columns]
 
 
 # On ranks.

@@ -26,11 +26,7 @@ SECONDS: dict[int, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 class Race:
-    """Plans of small messages, timed by a clock that goes as the plan in use wants.
-
-    Args:
-        seconds: Of a step, by the number of messages.
-    """
+    """Plans of small messages, timed by a clock that goes as the plan in use wants."""
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
         self._seconds, self._now = seconds, 0.0

@@ -6,7 +6,6 @@ process see the same numbers. Float64.
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,52 +67,6 @@ class Skipping(nn.Module):
         fourth = torch.tanh(self.four(third)) + first
         result: torch.Tensor = self.five(torch.cat([fourth, second], dim=1))
         return result
-
-
-class Random(nn.Module):
-    """A few layers of random kinds, each of which may also take the output of any layer before it.
-
-    ``names`` are its layers in forward order, for cuts at random places.
-    """
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        chance = random.Random(seed)
-        self.start = nn.Flatten()
-        self.names: list[str] = []
-        self._also: list[int | None] = []
-        width = 12
-        widths = []
-        for number in range(chance.randint(4, 8)):
-            also = chance.randrange(number) if number and chance.random() < 0.5 else None
-            into = width + (0 if also is None else widths[also])
-            kind = chance.choice(["linear", "linear", "norm", "tanh"]) if number else "linear"
-            layer: nn.Module = {"norm": nn.LayerNorm(into), "tanh": nn.Tanh()}.get(kind, nn.Tanh())
-            width = into
-            if kind == "linear":
-                width = chance.randint(2, 6)
-                layer = nn.Linear(into, width)
-            self.names.append(f"layer{number}")
-            self.add_module(f"layer{number}", layer)
-            self._also.append(also)
-            widths.append(width)
-        self.end = nn.Linear(width, 3)
-        self.names.append("end")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.start(x)
-        outputs: list[torch.Tensor] = []
-        for name, also in zip(self.names, self._also, strict=False):
-            if also is not None:
-                x = torch.cat([x, outputs[also]], dim=1)
-            x = torch.tanh(self.get_submodule(name)(x))
-            outputs.append(x)
-        return self.end(x)  # type: ignore[no-any-return]
-
-    def random_cuts(self, stages: int, seed: int) -> tuple[str, ...]:
-        """Names of the layers that begin all stages but the first."""
-        places = random.Random(seed).sample(range(1, len(self.names)), stages - 1)
-        return tuple(self.names[place] for place in sorted(places))
 
 
 class Paired(nn.Module):
@@ -193,11 +146,6 @@ def make_skipping() -> nn.Module:
     return Skipping().double()
 
 
-def make_random(seed: int) -> Random:
-    torch.manual_seed(seed)
-    return Random(seed).double()
-
-
 def make_sparse() -> nn.Module:
     """A chain in which most layers have no parameters."""
     torch.manual_seed(9)
@@ -225,12 +173,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "sparse": make_sparse,
     "paired": make_paired,
 }
-
-
-def make_model(name: str) -> nn.Module:
-    """One of `MODELS`, or "random 3" of that seed."""
-    kind, _, seed = name.partition(" ")
-    return make_random(int(seed)) if kind == "random" else MODELS[name]()
 
 
 def epoch(number: int, sizes: Sequence[int] = SIZES, paired: bool = False) -> list[Batch]:

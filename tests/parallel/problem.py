@@ -106,3 +106,28 @@ def train(
             optimizer.synchronize()
             records.append(weights_of(model))
     return np.array(records)
+
+
+LR_OF_ONE = 2.0**-6
+
+
+def one_weight(strategy: str) -> tuple[nn.Linear, Any]:
+    """On a rank: a model whose gradient is 1 on all ranks in every step, and its optimizer."""
+    from hvd_pipe.torch import DistributedOptimizer  # noqa: PLC0415 - references need none
+
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    plain = SGD(model.parameters(), lr=LR_OF_ONE)
+    return model, DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
+
+
+def update_one(model: nn.Linear, optimizer: Any, steps: int, gradient: float = 1.0) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model.weight.sum() * gradient).backward()
+        optimizer.step()
+
+
+def updates_of(model: nn.Linear) -> float:
+    """The sum of all updates so far, in units of the learning rate."""
+    return -model.weight.item() / LR_OF_ONE

@@ -37,16 +37,7 @@ Named = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class Row:
-    """An optimizer.
-
-    Args:
-        name: As the table has it.
-        package: On PyPI.
-        make: The optimizer of a model, in one process.
-        defers: Whether ``overlap=forward`` leaves updates to the next forward pass.
-        note: What the table says of it.
-        tolerance: The largest difference allowed.
-    """
+    """An optimizer of a package on PyPI; ``defers``: overlap=forward leaves updates to later."""
 
     name: str
     package: str

@@ -15,14 +15,7 @@ PATIENCE_S = 8.0  # that a rank whose test has failed gives the others to report
 
 
 def run(root: str, file: str, names: list[str], timeout: float) -> None:
-    """Run tests of a file, the others beside them on all ranks.
-
-    Args:
-        root: The folder of pyproject.toml.
-        file: The tests' file.
-        names: Their names in it, in the order in which they run.
-        timeout: Seconds that one of them may take.
-    """
+    """Run tests of a file, the others beside them on all ranks."""
     os.environ.pop("PYTEST_ADDOPTS", None)
     options = ["-q", "-s", *(f"-pno:{name}" for name in ("cacheprovider", "timeout", "xdist"))]
     plugin = InStep(names, timeout)
@@ -32,12 +25,7 @@ def run(root: str, file: str, names: list[str], timeout: float) -> None:
 
 
 class InStep:
-    """Begins each test when all ranks have passed the one before, and reports what became of it.
-
-    Args:
-        names: The tests that run, in their order.
-        timeout: Seconds that one of them may take.
-    """
+    """Begins a test when all ranks have passed the one before, and reports what became of it."""
 
     def __init__(self, names: list[str], timeout: float) -> None:
         self._places = {name: place for place, name in enumerate(names)}

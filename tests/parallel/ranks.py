@@ -122,15 +122,7 @@ class Call(NamedTuple):
 
 
 class Launched:
-    """Ranks that make a call; the end of the context ends them, whatever they do.
-
-    Args:
-        n: How many ranks.
-        call: What they call.
-        env: Environment variables for the ranks, over `environment`.
-        launcher: ``"mpi"`` or ``"gloo"``.
-        framework: One of `rank_server.FRAMEWORKS`, or None for new interpreters.
-    """
+    """Ranks that make a call; the end of the context ends them, whatever they do."""
 
     def __init__(
         self,
@@ -177,22 +169,14 @@ class Launched:
 def run_script(
     n: int, *command: str, env: Mapping[str, str] | None = None, timeout: float = 120.0
 ) -> str:
-    """Run ``horovodrun -np n python COMMAND`` by `launch`, and return what it printed.
-
-    Raises:
-        AssertionError: It failed, or took longer than ``timeout`` seconds.
-    """
+    """Run ``horovodrun -np n python COMMAND`` by `launch`, and return what it printed."""
     return run_program([*HOROVODRUN, "-np", str(n), sys.executable, *command], env, timeout)
 
 
 def run_program(
     command: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 120.0
 ) -> str:
-    """Run a command that starts ranks in its own way, and return what it printed.
-
-    Raises:
-        AssertionError: It failed, or took longer than ``timeout`` seconds.
-    """
+    """Run a command that starts ranks in its own way, and return what it printed."""
     _check_limit(timeout)
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         directory = Path(name)

@@ -83,14 +83,8 @@ CODECS: dict[str, Callable[[Any], Any]] = {
 class Case:
     """One run, which is saved, and what it came to some steps later.
 
-    Args:
-        strategy: Of the optimizer.
-        optimizer: "momentum" or "adam", which has two groups in PyTorch.
-        codec: One of `CODECS`.
-        passes: Backward passes a step; under Keras, a checkpoint may be in the middle of one.
-        saved: Steps before the checkpoint.
-        way: "pickled": PyTorch's model and optimizer are pickled, not their state dicts; "keras":
-            a .keras file after ``synchronize()``, not a ``tf.train.Checkpoint``.
+    ``way`` "pickled": PyTorch's model and optimizer are pickled, not their state dicts; "keras": a
+    .keras file after ``synchronize()``, not a ``tf.train.Checkpoint``.
     """
 
     strategy: str

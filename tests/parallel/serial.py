@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from equation import fragments_of
+from equation import Matrix, Rounds, fragments_of
 from problem import Loss, loss_of, weights_of
 from torch import nn
 from torch.optim import Optimizer
@@ -35,11 +35,9 @@ from hvd_pipe import strategy
 Vectors = Sequence[torch.Tensor | None]  # one value a parameter; None: it has no gradient
 Reduce = Callable[[Sequence[Vectors]], Vectors]
 Change = Callable[[nn.Module], object]  # what a script does to the gradients before step()
-Named = dict[str, torch.Tensor]  # one tensor a parameter and, with momentum="average", a moment
 
 PER_NODE = 2
 """Workers of a node, of which the last may have fewer."""
-NONNEGATIVE = ("exp_avg_sq",)
 
 
 def mean(vectors: Sequence[Vectors]) -> Vectors:
@@ -204,172 +202,158 @@ class PipeSGD(Workers):
         self._true = None
 
 
+class _Rounds(Rounds):
+    """Rounds whose averages are those of workers that are there, perhaps by way of float16."""
+
+    def start(self) -> None:
+        self.starts = self._positions()
+        weights, *momenta = self.starts
+        self.averages = [
+            self.workers.average(weights, self.columns),
+            *(self.workers.average(each) for each in momenta),  # which travel uncompressed
+        ]
+
+    def _end(self, start: Matrix, end: Matrix, z: Matrix) -> Matrix:
+        return np.where(np.isnan(start), end, super()._end(start, end, z))
+
+    def end(self) -> None:
+        super().end()
+        outer = self.anchor if self.method.outer != "none" else self.averages[0]
+        self.workers.base[self.columns] = outer
+
+
 class CoCoD(Workers):
     """x_i[s+1] = mean_j x_j[s] + (x_i after k local steps - x_i[s]), and all options of this.
 
-    Args:
-        options: Those of the strategy.
-        rounds: Whether what travels is float16 on its way.
-        leaves_after: After how many steps the last worker has left.
+    ``halves``: what travels is float16 on its way. The last worker leaves after some steps.
     """
 
     def __init__(
         self,
         *arguments: Any,
         options: strategy.CoCoD,
-        rounds: bool = False,
+        halves: bool = False,
         leaves_after: int | None = None,
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
-        self.clamped = 0
-        """Numbers that would have become negative, and must not."""
-        self._options, self._rounds, self._leaves_after = options, rounds, leaves_after
-        self._weights = options.weights or (1.0,) * len(self.models)
-        sizes = [p.numel() for p in self.models[0].parameters()]
-        self._fragments = fragments_of(sizes, options.fragments)
+        self._options, self._halves, self._leaves_after = options, halves, leaves_after
+        self._shares = np.array(options.weights or [1.0] * len(self.models))
+        self.sizes = [p.numel() for p in self.models[0].parameters()]
+        self.base = np.full(sum(self.sizes), np.nan)
+        """What differences are taken from; NaN before the first average."""
+        self._momenta = ["momenta", "squares"] if options.momentum == "average" else []
+        columns = np.split(np.arange(sum(self.sizes)), np.cumsum(self.sizes)[:-1])
+        self._rounds = [
+            _Rounds(options, self, [int(i) for n in own for i in columns[n]], self._momenta)
+            for own in fragments_of(self.sizes, options.fragments)
+        ]
         self._steps = self._local_steps = self._fragment = 0
-        self._start: list[Named] = []
-        self._mean: Named = {}
-        self._base: Named = {}
-        self._anchor: Named = {}
-        self._velocity: Named = {}
 
     def step(self, change: Change | None = None) -> None:
         options, gradients = self._options, self._gradients()
         if self._steps < options.warmup_steps:
-            average = self._average(gradients)
-            self._update([average] * len(self.models), change)
+            self._update([self._mean_of(gradients)] * len(self.models), change)
         else:
             if self._local_steps == 0:
-                self._start = self._values(self._fragment)
-                self._mean = self._mean_of(self._start)
+                self._rounds[self._fragment].start()
             self._update(self._within_nodes(gradients), change)
             self._local_steps += 1
             if self._local_steps == options.period // options.fragments:
-                self._finish()
+                self._rounds[self._fragment].end()
                 self._local_steps = 0
                 self._fragment = (self._fragment + 1) % options.fragments
         self._steps += 1
 
     def synchronize(self) -> None:
-        values = self._values()
-        self._base = self._exact_mean(values)
-        self._set([self._base for _ in values])
+        for name in ("weights", *self._momenta):
+            values = getattr(self, name)
+            setattr(self, name, np.broadcast_to(self.average(values), values.shape))
+        self.base = self.weights[0]
         self._local_steps = self._fragment = 0
 
-    def _average(self, gradients: list[Vectors]) -> Vectors:
-        if self._rounds:
-            return self._rounded(gradients)
-        return self._weighted(gradients) if self._options.weights else self._reduce(gradients)
+    def average(self, values: Matrix, columns: Any = None) -> Matrix:
+        """Of the workers that are there; of differences from the base, where float16 travels."""
+        there = len(values)
+        if self._leaves_after is not None and self._steps >= self._leaves_after:
+            there -= 1
+        if self._halves and columns is not None and np.isfinite(self.base[columns]).all():
+            base = self.base[columns]
+            return np.asarray(base + self._rounded(values - base))
+        return np.asarray(np.average(values[:there], axis=0, weights=self._shares[:there]))
+
+    def _rounded(self, values: Matrix) -> Matrix:
+        """The average of numbers that are float16 on their way."""
+        size, whole = len(values), np.zeros_like(values[0], dtype=np.float16)
+        for x, share in zip(values, self._shares, strict=True):
+            whole += (x * (share * size / self._shares.sum())).astype(np.float16)
+        return (whole / np.float16(size)).astype(np.float64)
+
+    def _mean_of(self, gradients: list[Vectors]) -> Vectors:
+        """Of all workers, in the warm-up."""
+        if not self._halves and self._options.weights is None:
+            return self._reduce(gradients)
+        mean = self._rounded if self._halves else self.average
+        return [
+            torch.from_numpy(mean(torch.stack(column).numpy()))  # type: ignore[arg-type]
+            for column in zip(*gradients, strict=True)
+        ]
 
     def _within_nodes(self, gradients: list[Vectors]) -> list[Vectors]:
         """What each worker applies: its own gradient, or the mean of those of its node."""
         if self._options.within == "none":
             return gradients
-        nodes = [
-            range(first, min(first + PER_NODE, len(gradients)))
-            for first in range(0, len(gradients), PER_NODE)
-        ]
-        return [self._weighted(gradients, node) for node in nodes for _ in node]
-
-    def _outer_model(self, mean: Named) -> Named:
-        """The outer model after DiLoCo's outer step; momenta keep their mean."""
-        lr, mu = self._options.outer_lr, self._options.outer_momentum
-        weights = {name: m for name, m in mean.items() if "." not in name}
-        for name, m in weights.items():
-            change = self._anchor.get(name, m) - m
-            self._velocity[name] = mu * self._velocity.get(name, torch.zeros_like(m)) + change
-            self._anchor[name] = m + change - lr * (change + mu * self._velocity[name])
-        return {**mean, **{name: self._anchor[name] for name in weights}}
-
-    def _finish(self) -> None:
-        """End a round."""
-        alpha, beta, mean = self._options.pull_back, self._options.anchor_momentum, self._mean
-        if self._options.outer != "none":
-            mean = self._outer_model(mean)
-        self._base |= mean
-        z = dict(mean)
-        if beta:
-            for name, m in ((name, m) for name, m in mean.items() if "." not in name):
-                moved_by = beta * self._velocity.get(name, torch.zeros_like(m))
-                self._velocity[name] = moved_by + (m - self._anchor.get(name, m))
-                z[name] = self._anchor[name] = self._anchor.get(name, m) + self._velocity[name]
-        moved = []
-        for end, begin in zip(self._values(self._fragment), self._start, strict=True):
-            new = {}
-            for name in begin:
-                x, progress = end[name], end[name] - begin[name]
-                x = mean[name] + progress if alpha is None else x - alpha * (x - z[name])
-                if name.endswith(NONNEGATIVE):
-                    self.clamped += int((x < 0).sum())
-                    x = x.clamp(min=0)
-                new[name] = x
-            moved.append(new)
-        self._set(moved)
-
-    def _mean_of(self, values: list[Named]) -> Named:
-        exact = self._exact_mean(values)
-        weights = [name for name in exact if "." not in name]  # momenta travel uncompressed
-        if not self._rounds or not set(weights) <= set(self._base):
-            return exact
-        for name in weights:
-            differences = [[value[name] - self._base[name]] for value in values]
-            exact[name] = self._base[name] + self._rounded(differences)[0]
-        return exact
-
-    def _exact_mean(self, values: list[Named]) -> Named:
-        return {name: self._weighted([[value[name]] for value in values])[0] for name in values[0]}
-
-    def _weighted(
-        self, vectors: Sequence[Vectors], workers: Sequence[int] | None = None
-    ) -> list[torch.Tensor]:
-        """The mean over some workers, or over all that are there."""
-        present = range(len(vectors)) if workers is None else workers
-        if self._leaves_after is not None and self._steps >= self._leaves_after:
-            present = present[:-1]
-        total = sum(self._weights[i] for i in present)
-        columns = [[self._weights[i] / total * x for x in vectors[i]] for i in present]
-        return [torch.stack(column).sum(0) for column in zip(*columns, strict=True)]
-
-    def _rounded(self, vectors: Sequence[Vectors]) -> list[torch.Tensor]:
-        """As `_weighted`, with numbers that are float16 on their way."""
-        size, total = len(vectors), sum(self._weights)
-        result = []
-        for column in zip(*vectors, strict=True):
-            whole = torch.zeros_like(column[0], dtype=torch.float16)
-            for x, weight in zip(column, self._weights, strict=True):
-                whole += (x * (weight * size / total)).to(torch.float16)
-            result.append((whole / size).double())
+        result: list[Vectors] = []
+        for first in range(0, len(gradients), PER_NODE):
+            node = slice(first, first + PER_NODE)
+            shares = torch.from_numpy(self._shares[node] / self._shares[node].sum())
+            means = [
+                torch.tensordot(shares, torch.stack(column), 1)  # type: ignore[arg-type]
+                for column in zip(*gradients[node], strict=True)
+            ]
+            result += [means] * len(shares)
         return result
 
-    def _live(self, worker: int) -> Named:
-        model, optimizer = self.models[worker], self.optimizers[worker]
-        tensors: Named = {}
-        for number, p in enumerate(model.parameters()):
-            tensors[str(number)] = p.data
-            if self._options.momentum == "average":
-                for key, value in optimizer.state[p].items():
-                    if isinstance(value, torch.Tensor) and value.shape == p.shape:
-                        tensors[f"{number}.{key}"] = value
+    def _matrix(self, tensors: Callable[[int], list[torch.Tensor]]) -> Matrix:
+        rows = [torch.cat([t.flatten().double() for t in tensors(i)]) for i in self._numbers]
+        return torch.stack(rows).numpy()
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self.models))
+
+    def _set(self, tensors: Callable[[int], list[torch.Tensor]], matrix: Matrix) -> None:
+        for i, row in zip(self._numbers, matrix, strict=True):
+            for t, values in zip(
+                tensors(i), np.split(row.copy(), np.cumsum(self.sizes)), strict=False
+            ):
+                t.copy_(torch.from_numpy(values).view_as(t))
+
+    def _live(self, i: int) -> list[torch.Tensor]:
+        return [p.data for p in self.models[i].parameters()]
+
+    def _kept(self, *keys: str) -> Callable[[int], list[torch.Tensor]]:
+        """What optimizers keep of all parameters; NaN where they keep nothing yet."""
+
+        def tensors(i: int) -> list[torch.Tensor]:
+            states = [self.optimizers[i].state.get(p, {}) for p in self.models[i].parameters()]
+            return [
+                next((state[key] for key in keys if key in state), torch.full_like(p, np.nan))
+                for state, p in zip(states, self._live(i), strict=True)
+            ]
+
         return tensors
 
-    def _values(self, fragment: int | None = None) -> list[Named]:
-        """What is averaged, of all fragments or of one; momenta belong to the only one."""
-        return [
-            {
-                name: tensor.clone()
-                for name, tensor in self._live(i).items()
-                if fragment is None or int(name.split(".")[0]) in self._fragments[fragment]
-            }
-            for i in range(len(self.models))
-        ]
-
-    def _set(self, values: list[Named]) -> None:
-        for worker, own in enumerate(values):
-            live = self._live(worker)
-            for name, value in own.items():
-                live[name].copy_(value)
+    weights = property(
+        lambda self: self._matrix(self._live), lambda self, value: self._set(self._live, value)
+    )
+    momenta, squares = (
+        property(
+            lambda self, keys=keys: self._matrix(self._kept(*keys)),
+            lambda self, value, keys=keys: self._set(self._kept(*keys), value),
+        )
+        for keys in (("momentum_buffer", "exp_avg"), ("exp_avg_sq",))
+    )
 
 
 class Adasum(Workers):

@@ -32,7 +32,6 @@ from hvd_pipe.planning import choice
 from hvd_pipe.planning.choice import OwnTimes, predict
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.runtime import gradient_index
 from hvd_pipe.torch import auto_choice, overlap_start
 from hvd_pipe.torch.measuring import step_times
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
@@ -40,7 +39,6 @@ from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
 STEPS = 4  # measured
 SWITCH = 3 + STEPS  # the step after which the choice is made
 LONG = SWITCH + 30  # long enough for the report of what was reached
-SLEEP = 0.02
 FORWARD = "merged-gradient:overlap=forward"
 EXACT = f"merged-gradient/{FORWARD}"
 ALL_BUT_COCOD = f"{EXACT}/pipe-sgd"
@@ -106,18 +104,24 @@ def test_by_default_it_is_merged_gradient_bit_for_bit(slow_rank: int | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "slow_rank", "arguments"),
-    [("momentum", None, {}), ("adam", 0, {}), ("momentum", None, {"groups": 2})],
-    ids=["momentum", "adam, a slow rank", "groups"],
+    ("optimizer", "slow_rank", "arguments", "scale"),
+    [
+        ("momentum", None, {}, None),
+        ("adam", 0, {}, None),
+        ("momentum", None, {"groups": 2}, None),
+        ("momentum", None, {}, 8.0),
+    ],
+    ids=["momentum", "adam, a slow rank", "groups", "a loss scale"],
 )
 def test_from_the_switch_on_it_is_pipe_sgd(
-    optimizer: str, slow_rank: int | None, arguments: dict[str, Any]
+    optimizer: str, slow_rank: int | None, arguments: dict[str, Any], scale: float | None
 ) -> None:
     """Each gradient is applied once: the last one by the ``synchronize()`` at the end."""
     model = make_model()
     wrapped = wrap(model, "pipe-sgd", OPTIMIZERS[optimizer], **arguments)
     slow(model, slow_rank)
-    weights = train(model, wrapped, hvd.rank(), steps=LONG, drains=[LONG - 1])
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+    weights = train(model, wrapped, hvd.rank(), steps=LONG, drains=[LONG - 1], scaler=scaler)
     np.testing.assert_allclose(weights, serial(LONG, optimizer), rtol=0, atol=1e-12)
     assert chosen_of(wrapped) == "pipe-sgd"
 
@@ -129,15 +133,6 @@ def test_the_residual_of_the_synchronous_steps_goes_along() -> None:
         wrapped = wrap(model, "", strategy=strategy, compression=codec)
         runs.append(train(model, wrapped, hvd.rank(), steps=20, drains=[19]))
     np.testing.assert_allclose(*runs, rtol=0, atol=1e-12)
-    assert chosen_of(wrapped) == "pipe-sgd"
-
-
-def test_a_loss_scale_goes_along() -> None:
-    model = make_model()
-    wrapped = wrap(model, "pipe-sgd")
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    records = train(model, wrapped, hvd.rank(), steps=20, drains=[19], scaler=scaler)
-    np.testing.assert_allclose(records, serial(20), rtol=0, atol=1e-12)
     assert chosen_of(wrapped) == "pipe-sgd"
 
 
@@ -180,55 +175,6 @@ def test_pipe_sgd_that_was_chosen_tries_its_plans(
     if hvd.rank() == 0:
         chose, reached = said_after
         assert chose == SWITCH < over < reached
-
-
-def saved_and_resumed(saved: int, strategy: str | None) -> tuple[Weights, Weights, Any]:
-    """The weights of a run from a step on, and those of one that goes on there; its choice.
-
-    Without a strategy, that one is a copy, in place of one that loads a file.
-    """
-    model = make_model()
-    optimizer = wrap(model, "pipe-sgd")
-
-    train(model, optimizer, hvd.rank(), steps=saved)
-    file = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), file)
-    if strategy is None:
-        other_model, other = copy.deepcopy((model, optimizer))
-    else:
-        file.seek(0)
-        states = torch.load(file)
-        other_model = make_model()
-        other = wrap(other_model, "", strategy=strategy)
-        other_model.load_state_dict(states[0])
-        other.load_state_dict(states[1])
-    unbroken, resumed = (
-        train(*each, hvd.rank(), first=saved, steps=20 - saved)
-        for each in ((model, optimizer), (other_model, other))
-    )
-    return unbroken, resumed, chosen_of(other)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "chosen"),
-    [
-        ("auto:allow=merged-gradient/pipe-sgd", "pipe-sgd"),
-        ("pipe-sgd", None),
-        (None, "pipe-sgd"),
-    ],
-    ids=["resumed", "resumed as pipe-sgd", "copied"],
-)
-def test_a_resumed_run_goes_on_with_the_choice(strategy: str | None, chosen: str | None) -> None:
-    unbroken, resumed, then = saved_and_resumed(SWITCH + 3, strategy)
-    assert np.array_equal(unbroken, resumed)
-    assert then == chosen
-
-
-def test_saved_before_the_choice_it_is_still_to_choose() -> None:
-    unbroken, resumed, chosen = saved_and_resumed(4, "auto:steps=30")
-    same = SWITCH - 4  # the unbroken run is Pipe-SGD from there on
-    assert np.array_equal(unbroken[:same], resumed[:same])
-    assert chosen is None
 
 
 def test_rank_0s_choice_is_broadcast() -> None:
@@ -395,28 +341,6 @@ def test_one_rank_alone_fails_as_all_measure_plan_and_choose(
             train(model, optimizer, hvd.rank(), steps=1)
 
 
-def test_the_slowest_ranks_times_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 is slow before its last gradient; rank 0 alone plans and predicts."""
-    model = make_model()
-    optimizer = wrap(model, "merged-gradient/pipe-sgd")
-    if hvd.rank() == 1:
-        model[0].weight.register_hook(lambda _: time.sleep(SLEEP))
-    planned = mock.Mock(wraps=gradient_index.plan_dtype_groups)
-    predicted = mock.Mock(wraps=auto_choice.predict)
-    monkeypatch.setattr(auto_choice, "predict", predicted)
-    monkeypatch.setattr(gradient_index, "plan_dtype_groups", planned)
-    train(model, optimizer, hvd.rank(), steps=SWITCH)
-    optimizer.synchronize()
-    if hvd.rank() != 0:
-        assert not planned.called
-        assert not predicted.called
-        return
-    ready = planned.call_args.args[1].tolist()
-    assert ready == sorted(ready)
-    assert ready[-1] >= SLEEP
-    assert predicted.call_args.args[1].ready_times()[-1] >= SLEEP
-
-
 # overlap=forward among the choices.
 
 
@@ -552,51 +476,6 @@ def test_overlap_forward_is_left_out_where_one_rank_would_not_defer(heard: Lines
         assert re.fullmatch(r"auto: chose merged-gradient: predicted [\d.]+ ms a step", lines[0])
 
 
-def forward_resumed(
-    saved: int, copied: bool, steps: int
-) -> tuple[tuple[Any, Any, Any], str | None, list[int]]:
-    """Save after some steps and resume (or copy); compare with a run without a break.
-
-    Returns:
-        The plans when it was saved, after the first step from there, and at the end; the choice;
-        the steps that deferred.
-    """
-    model = make_model()
-    optimizer = wrap(model, ALL_BUT_COCOD)
-    with forced_times():
-        looped(model, optimizer, range(saved))
-        file = io.BytesIO()
-        torch.save((model.state_dict(), optimizer.state_dict()), file)
-        at_save = optimizer.plan
-        if copied:
-            other_model, other = copy.deepcopy((model, optimizer))
-        else:
-            file.seek(0)
-            states = torch.load(file)
-            other_model = make_model()
-            other = wrap(other_model, ALL_BUT_COCOD)
-            other_model.load_state_dict(states[0])
-            other.load_state_dict(states[1])
-        expected, _ = looped(model, optimizer, range(saved, saved + steps))
-    first, _ = looped(other_model, other, range(saved, saved + 1))
-    at_first = other.plan
-    weights, deferred = looped(other_model, other, range(saved + 1, saved + steps))
-    if (saved + 1) % 10 == 0:
-        weights = [*first[:-1], *weights]
-    assert_same(weights, expected)
-    return (at_save, at_first, other.plan), chosen_of(other), deferred
-
-
-@pytest.mark.parametrize("copied", [False, True], ids=["resumed", "copied"])
-def test_a_resumed_run_goes_on_with_overlap_forward_and_its_plan(copied: bool) -> None:
-    (plan, *resumed), chosen, deferred = forward_resumed(TRIED + 5, copied, 50)
-    assert chosen == FORWARD
-    assert plan.order is not None
-    for later in resumed:
-        assert (later.buckets, later.order) == (plan.buckets, plan.order)
-    assert deferred == list(range(TRIED + 5 + 1, TRIED + 5 + 50))  # the first step loads
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [(FORWARD, "pipe-sgd"), (FORWARD, "merged-gradient"), ("pipe-sgd", FORWARD)],
@@ -627,6 +506,49 @@ def test_a_state_that_has_chosen_otherwise_is_followed(
     assert chosen_of(optimizer) == second
     assert_same(weights, expected)
     optimizer.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("saved", "allow", "strategy", "steps", "chosen"),
+    [
+        (SWITCH + 3, "pipe-sgd", "auto:allow=merged-gradient/pipe-sgd", 20, "pipe-sgd"),
+        (SWITCH + 3, "pipe-sgd", "pipe-sgd", 20, None),
+        (SWITCH + 3, "pipe-sgd", None, 20, "pipe-sgd"),
+        # It is still to choose; the unbroken run is Pipe-SGD from the switch on.
+        (4, "pipe-sgd", "auto:steps=30", SWITCH - 4, None),
+        (TRIED + 5, ALL_BUT_COCOD, f"auto:allow={ALL_BUT_COCOD},steps={STEPS}", 50, FORWARD),
+        (TRIED + 5, ALL_BUT_COCOD, None, 50, FORWARD),
+    ],
+    ids=["resumed", "as pipe-sgd", "copied", "before the choice", "forward", "forward, copied"],
+)
+def test_a_resumed_run_goes_on_with_the_choice_and_its_plan(
+    saved: int, allow: str, strategy: str | None, steps: int, chosen: str | None
+) -> None:
+    """Without a strategy, a copy goes on in place of one that loads a file."""
+    model, file = make_model(), io.BytesIO()
+    optimizer = wrap(model, allow)
+    with forced_times():
+        looped(model, optimizer, range(saved))
+        torch.save((model.state_dict(), optimizer.state_dict()), file)
+        plan = optimizer.plan
+        if strategy is None:
+            other_model, other = copy.deepcopy((model, optimizer))
+        else:
+            file.seek(0)
+            states = torch.load(file)
+            other_model = make_model()
+            other = wrap(other_model, "", strategy=strategy)
+            other_model.load_state_dict(states[0])
+            other.load_state_dict(states[1])
+        later = range(saved, saved + steps)
+        expected, _ = looped(model, optimizer, later)
+        weights, deferred = looped(other_model, other, later)
+    assert_same(weights, expected)
+    assert chosen_of(other) == chosen
+    if chosen == FORWARD:
+        assert plan.order is not None
+        assert (other.plan.buckets, other.plan.order) == (plan.buckets, plan.order)
+        assert [step for step in deferred if step > saved] == list(later[1:])
 
 
 def test_overlap_forward_that_is_not_allowed_any_more_is_measured_again() -> None:
@@ -663,15 +585,6 @@ def test_ranks_may_join_while_overlap_forward_begins(before: int) -> None:
     assert chosen_of(optimizer) == FORWARD
     first, second = gather(len(deferred))
     assert first == second
-
-
-def a_newcomer_that_cannot_travel(strange: bool) -> None:
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
-    train(model, optimizer, hvd.rank(), steps=2)
-    dtype = torch.complex64 if strange else torch.float32
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=dtype))]})
-    train(model, optimizer, hvd.rank(), steps=1)
 
 
 # A running job's profile.
@@ -737,6 +650,11 @@ def test_one_worker_has_nothing_to_choose() -> None:
 
 def test_a_newcomer_that_cannot_travel_from_one_rank_is_refused_on_every_rank() -> None:
     """The last of its launch: ranks have gone apart."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+    train(model, optimizer, hvd.rank(), steps=2)
+    dtype = torch.complex64 if hvd.rank() == 1 else torch.float32
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=dtype))]})
     said = "rank 1 was given something wrong.*Horovod cannot all-reduce"
     with pytest.raises(RanksDisagreeError, match=f"(?s){said}"):
-        a_newcomer_that_cannot_travel(hvd.rank() == 1)
+        train(model, optimizer, hvd.rank(), steps=1)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from branching import Heads, heads_loss
 from on_ranks import gather, on_ranks
-from problem import OPTIMIZERS, Loss, Weights, batch, loss_of, make_model, train
+from problem import OPTIMIZERS, Loss, Weights, loss_of, make_model, train
 from torch import nn
 
 import hvd_pipe.torch as hvd
@@ -228,22 +229,6 @@ def test_averages_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 # Reads of a buffer that holds nothing of use: what comes of them is NaN.
 
 
-class Heads(nn.Module):
-    """The second head is used by all ranks, by rank 0 only, by rank 1 only, by none, and so on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.first, self.second = (nn.Linear(6, size) for size in (6, 3, 3))
-
-    def loss(self, rank: int, step: int) -> torch.Tensor:
-        inputs, targets = batch(rank, step, torch.float32)
-        hidden = torch.tanh(self.trunk(inputs))
-        outputs = self.first(hidden)
-        if rank in ((0, 1), (0,), (1,), ())[step % 4]:
-            outputs = outputs + self.second(hidden)
-        return nn.functional.mse_loss(outputs, targets)
-
-
 @two
 @checked
 def test_a_gradient_that_is_missing_is_not_sent_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +241,7 @@ def test_a_gradient_that_is_missing_is_not_sent_as_it_is(monkeypatch: pytest.Mon
         return {index: self.shown(index) for index in missing}
 
     monkeypatch.setattr(BucketSet, "show_missing", show_missing)
-    weights = trajectory("merged-gradient:bucket_bytes=64", make=Heads, loss=Heads.loss)
+    weights = trajectory("merged-gradient:bucket_bytes=64", make=Heads, loss=heads_loss)
     assert np.isnan(weights).any()
 
 

@@ -5,42 +5,174 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cocod_cases import (
-    CODED,
-    COMPRESSED,
-    EXACT,
-    HALF,
-    OPTIMIZERS,
-    OUTER,
-    PULL,
-    WEIGHTS,
-    WITHIN,
-    Case,
-    expected,
-    make_reference,
-    trajectory,
-    wrap,
-)
 from horovod.torch.mpi_ops import ProcessSet
 from on_ranks import gather, on_ranks
-from problem import STEPS, Weights, loss_of, make_model, train, weights_of
-from serial import PER_NODE
+from problem import OPTIMIZERS as COMMON
+from problem import STEPS, Weights, loss_of, make_model, train
+from serial import PER_NODE, make_workers
+from serial import CoCoD as CoCoDWorkers
 from torch import nn
+from torch.optim import Adam, Optimizer
 from trajectories import assert_close, compare
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.runtime.process_sets import make_process_sets
 from hvd_pipe.strategy import CoCoD
-from hvd_pipe.torch.compression import Compression
+from hvd_pipe.torch.compression import Compression, Int8
 from hvd_pipe.torch.measuring.probes import worker_speeds
 
 TOLERANCE = 1e-12
+
+
+def _hasty_adam(model: nn.Module) -> Optimizer:
+    """Second moments that fall quickly, so that mean + (end - start) can be below zero."""
+    return Adam(model.parameters(), lr=0.01, betas=(0.9, 0.2), eps=1e-3)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {**COMMON, "hasty adam": _hasty_adam}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run; ``weights`` beyond the number of ranks are left out."""
+
+    options: CoCoD
+    optimizer: str = "momentum"
+    drains: tuple[int, ...] = ()
+    compression: str = "none"
+    dtype: torch.dtype = torch.float64
+
+    def strategy(self, n: int) -> CoCoD:
+        weights = self.options.weights
+        return CoCoD(**{**vars(self.options), "weights": weights and weights[:n]})
+
+    def __str__(self) -> str:
+        what = [f"{k}={v}" for k, v in vars(self.options).items() if v != getattr(CoCoD(), k)]
+        what += [self.optimizer, self.compression, str(self.dtype).removeprefix("torch.")]
+        return ", ".join([*what, *([f"drained after {self.drains}"] if self.drains else [])])
+
+
+COMPRESSIONS: dict[str, Any] = {
+    "none": Compression.none,
+    "fp16": Compression.fp16,
+    "bf16": Compression.bf16,
+    "int8": Compression.int8,
+    "int8 with feedback": Int8(error_feedback=True),
+}
+
+WEIGHTS = (3.0, 1.0, 2.5, 1.5)
+PULL = {"pull_back": 0.6, "anchor_momentum": 0.7}
+OUTER = {"outer": "nesterov", "outer_lr": 0.3, "outer_momentum": 0.6}
+
+EXACT = [
+    Case(CoCoD(weights=WEIGHTS)),
+    Case(CoCoD(weights=WEIGHTS), "adam", drains=(13, 14)),
+    Case(CoCoD(3, 4, weights=WEIGHTS)),
+    Case(CoCoD(3, 4, weights=WEIGHTS), "adam", drains=(2, 13)),
+    Case(CoCoD(momentum="average")),
+    Case(CoCoD(momentum="average"), "adam"),
+    Case(CoCoD(momentum="average"), "hasty adam", drains=(13, 14)),
+    Case(CoCoD(3, 4, momentum="average", weights=WEIGHTS), "adam", drains=(2, 13)),
+    Case(CoCoD(pull_back=0.6)),
+    Case(CoCoD(pull_back=0.6), "adam", drains=(13, 14)),
+    Case(CoCoD(**PULL)),
+    Case(CoCoD(2, 5, **PULL), "adam", drains=(2, 13)),
+    Case(CoCoD(momentum="average", weights=WEIGHTS, **PULL), "momentum", drains=(13,)),
+    Case(CoCoD(**OUTER)),
+    Case(CoCoD(2, 5, **OUTER), "adam", drains=(2, 13, 14)),
+    Case(CoCoD(momentum="average", weights=WEIGHTS, **OUTER), "adam", drains=(13,)),
+    Case(CoCoD(fragments=2)),
+    Case(CoCoD(6, 4, fragments=3), "adam", drains=(2, 13, 14)),
+    Case(CoCoD(fragments=4, weights=WEIGHTS), "adam", drains=(13,)),
+    Case(CoCoD(fragments=2, **PULL), "adam", drains=(15,)),
+    Case(CoCoD(4, 3, fragments=4, **OUTER), drains=(12,)),
+]
+WITHIN = [
+    Case(CoCoD(within="node")),
+    Case(CoCoD(3, 4, within="node", weights=WEIGHTS), "adam", drains=(13,)),
+    Case(CoCoD(fragments=4, within="node", **OUTER), "adam", drains=(2, 14)),
+    Case(CoCoD(2, within="node", momentum="average"), drains=(7,)),
+]
+COMPRESSED = [
+    Case(CoCoD(), compression="fp16", drains=(13,)),
+    Case(CoCoD(3, 4), "adam", compression="fp16"),
+    Case(CoCoD(weights=WEIGHTS), compression="fp16"),
+    Case(CoCoD(momentum="average", **PULL), "adam", compression="fp16"),
+    Case(CoCoD(2, **OUTER), compression="fp16", drains=(13,)),
+    Case(CoCoD(fragments=4), compression="fp16", drains=(14,)),
+]
+CODED = [
+    Case(CoCoD(), compression="bf16", drains=(13,)),
+    Case(CoCoD(), compression="int8"),
+    Case(CoCoD(weights=WEIGHTS), compression="int8 with feedback", drains=(13,)),
+    Case(CoCoD(fragments=2), compression="int8 with feedback", drains=(13,)),
+]
+HALF = [
+    Case(CoCoD(), dtype=torch.float16),
+    Case(CoCoD(weights=WEIGHTS, momentum="average"), dtype=torch.float16),
+    Case(CoCoD(pull_back=0.6), dtype=torch.float16),
+    Case(CoCoD(), dtype=torch.bfloat16),
+]
+
+
+def wrap(
+    model: nn.Module, case: Case, *, n: int | None = None, plain: Optimizer | None = None
+) -> Any:
+    """Wrap an optimizer; ``n`` is how many ranks there are to be."""
+    return hvd.DistributedOptimizer(
+        plain or OPTIMIZERS[case.optimizer](model),
+        model.named_parameters(),
+        compression=COMPRESSIONS[case.compression],
+        strategy=case.strategy(n or hvd.size()),
+    )
+
+
+@cache
+def trajectory(case: Case) -> Weights:
+    """As `problem.train` does it, also for a dtype that numpy lacks."""
+    model = make_model(case.dtype)
+    optimizer, records = wrap(model, case), []
+
+    def record() -> None:
+        wide = torch.promote_types(case.dtype, torch.float32)
+        records.append(torch.cat([p.detach().flatten() for p in model.parameters()]).to(wide))
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        record()
+        if step in case.drains or step == STEPS - 1:
+            optimizer.synchronize()
+            record()
+    return torch.stack(records).numpy()
+
+
+def make_reference(case: Case, n: int, leaves_after: int | None = None) -> CoCoDWorkers:
+    """Workers in one process that do as ranks do."""
+    workers = make_workers(
+        case.strategy(n),
+        n,
+        make_model,
+        OPTIMIZERS[case.optimizer],
+        halves=case.compression == "fp16" and n > 1,
+        leaves_after=leaves_after,
+    )
+    assert isinstance(workers, CoCoDWorkers)
+    return workers
+
+
+@cache
+def expected(case: Case, n: int) -> Weights:
+    return make_reference(case, n).train(STEPS, drains={*case.drains, STEPS - 1})
 
 
 def init() -> None:
@@ -115,25 +247,6 @@ def test_half_precision_parameters(n: int, case: Case) -> None:
     check(case, 8 * torch.finfo(case.dtype).eps, uncompressed(case))
 
 
-@three
-def test_the_cases_can_be_told_apart() -> None:
-    if hvd.rank() != 0:  # the first rank has computed most of them
-        return
-    for case in [*EXACT, *WITHIN]:
-        options = case.options
-        plain = CoCoD(options.period, options.warmup_steps)
-        other = expected(Case(plain, case.optimizer, case.drains), 3)
-        assert np.abs(expected(case, 3) - other).max() > 1e-3, case
-
-
-@three
-def test_second_moments_would_become_negative() -> None:
-    case = next(case for case in EXACT if case.optimizer == "hasty adam")
-    reference = make_reference(case, 3)
-    reference.train(STEPS, drains=case.drains)
-    assert reference.clamped > 0
-
-
 @pytest.mark.parametrize(
     ("n", "case"),
     [
@@ -152,81 +265,21 @@ def test_workers_of_a_node_stay_equal(n: int, case: Case) -> None:
         assert np.array_equal(actual[-2], ranks[0][-2]) == (rank < PER_NODE)
 
 
-# Checkpoints -------------------------------------------------------------------------------------
-
-MORE = 6
-RESUMED = [
-    *EXACT,
-    Case(CoCoD(3, 4), "adam", compression="fp16"),
-    Case(CoCoD(momentum="average", weights=WEIGHTS, **PULL), "adam", compression="fp16"),
-    Case(CoCoD(2, weights=WEIGHTS), compression="int8 with feedback", drains=(5,)),
-    Case(CoCoD(3, 4), compression="int8 with feedback", drains=(1,)),
-    Case(CoCoD(fragments=2), compression="int8 with feedback", drains=(5,)),
-]
-MOMENTS = (2, 4, 7, 8, 14)
-"""Steps after which a state is taken: in warm-up, in a round, at its end, after a drain."""
-
-
-@two
-@pytest.mark.parametrize(
-    "case",
-    [
-        case
-        for case in RESUMED
-        if case.drains and (case.options.warmup_steps or case.compression != "none")
-    ],
-    ids=str,
-)
-def test_going_on_from_a_state(case: Case) -> None:
-    assert_goes_on(case, MOMENTS)
-
-
 @three
 @pytest.mark.parametrize("case", WITHIN[1:3], ids=str)
 @pytest.mark.usefixtures("nodes")
 def test_going_on_within_nodes(case: Case) -> None:
-    assert_goes_on(case, MOMENTS[1:4])
-
-
-def assert_goes_on(case: Case, moments: Collection[int]) -> None:
-    """States change nothing in the run that they are taken of, and others go on from each."""
-    steps = range(max(moments) + MORE)
-    states: dict[int, Any] = {}
-
-    def begin() -> tuple[nn.Module, Any, Any]:
-        model = make_model()
-        plain = OPTIMIZERS[case.optimizer](model)
-        return model, plain, wrap(model, case, plain=plain)
-
-    def go(steps: range, model: nn.Module, plain: Any, optimizer: Any, save: bool) -> Weights:
-        """Two rows a step: the weights after it, and after a drain, where there is one."""
-        rows = []
-        for step in steps:
-            if save and step in moments:
-                own = torch.optim.Optimizer.state_dict(plain)
-                states[step] = (
-                    optimizer._hvd_pipe.state(),
-                    *copy.deepcopy((model.state_dict(), own)),
-                )
-            optimizer.zero_grad()
-            loss_of(model, hvd.rank(), step).backward()
-            optimizer.step()
-            rows.append(weights_of(model))
-            if step in case.drains:
-                optimizer.synchronize()
-            rows.append(weights_of(model))
-        return np.array(rows)
-
-    straight = go(steps, *begin(), save=False)
-    for save in (hvd.rank() == 0, True):
-        assert np.array_equal(straight, go(steps, *begin(), save))
-    for moment, (state, weights, own) in states.items():
-        model, plain, optimizer = begin()
-        model.load_state_dict(weights)
-        plain.load_state_dict(own)
-        optimizer._hvd_pipe.load(state)
-        resumed = go(range(moment, moment + MORE), model, plain, optimizer, save=False)
-        assert np.array_equal(straight[2 * moment :][: 2 * MORE], resumed), moment
+    """From a state in the middle of a round; a run that is saved is not disturbed."""
+    model, other = make_model(), make_model()
+    optimizer, second = wrap(model, case), wrap(other, case)
+    train(model, optimizer, hvd.rank(), steps=6)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    whole = train(model, optimizer, hvd.rank(), first=6, steps=8)
+    other.load_state_dict(state[0])
+    second.load_state_dict(state[1])
+    np.testing.assert_array_equal(train(other, second, hvd.rank(), first=6, steps=8), whole)
+    for one in (optimizer, second):
+        one.synchronize()
 
 
 # Ranks that leave, or lack something -------------------------------------------------------------
@@ -367,12 +420,23 @@ def equation_of_joining(gradients: Collection[float]) -> list[list[float]]:
     return [*rows, [sum(now) / len(now) for _ in now]]
 
 
-@three
-@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16], ids=["none", "fp16"])
-def test_a_parameter_that_joins_is_averaged_from_the_next_round_on(compression: Any) -> None:
+@pytest.mark.parametrize(
+    ("options", "compression", "gradients"),
+    [
+        pytest.param(CoCoD(), Compression.none, (1, 2, 3), marks=three, id="none"),
+        pytest.param(CoCoD(), Compression.fp16, (1, 2, 3), marks=three, id="fp16"),
+        pytest.param(
+            CoCoD(within="node"), Compression.none, (1.5, 1.5, 3.5, 3.5), marks=four, id="nodes"
+        ),
+    ],
+)
+@pytest.mark.usefixtures("nodes")
+def test_a_parameter_that_joins_is_averaged_from_the_next_round_on(
+    options: CoCoD, compression: Any, gradients: tuple[float, ...]
+) -> None:
     """All numbers here are float16's own, so that compression changes nothing."""
-    want = np.array(equation_of_joining((1, 2, 3)))[:, hvd.rank()]
-    found = parameter_joins(CoCoD(), compression)
+    want = np.array(equation_of_joining(gradients))[:, hvd.rank()]
+    found = parameter_joins(options, compression)
     np.testing.assert_allclose(found, want, rtol=0, atol=TOLERANCE)
 
 
@@ -498,15 +562,6 @@ def test_join_does_not_go_with_process_sets() -> None:
     train(model, optimizer, hvd.rank(), steps=3, drains={2})
     with pytest.raises(HvdPipeError, match=r"^hvd\.join\(\) does not go with within='node'"):
         hvd.join()
-
-
-@four
-@pytest.mark.usefixtures("nodes")
-def test_a_parameter_that_joins_within_nodes() -> None:
-    """All numbers here are exact in float64."""
-    want = np.array(equation_of_joining((1.5, 3.5)))[:, hvd.rank() // PER_NODE]
-    found = parameter_joins(CoCoD(within="node"))
-    np.testing.assert_allclose(found, want, rtol=0, atol=TOLERANCE)
 
 
 @four

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from on_ranks import on_ranks
-from problem import OPTIMIZERS, Weights, loss_of, make_model, train
+from problem import loss_of, make_model
 from ranks import run_ranks
 from torch import nn
 from torch.optim import SGD
@@ -17,8 +14,6 @@ from torch.optim import SGD
 import hvd_pipe.torch as hvd
 
 AT = 5  # the step before which rank 1 does something that rank 0 does not
-
-STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=2")
 
 
 # While it trains: each is a job of its own, whose ranks end by what they raise.
@@ -71,46 +66,3 @@ def test_a_parameter_that_joins_on_one_rank(
     first, second = str(caught.value).split("--- rank ")[1:3]
     assert "HvdPipeError: ranks have sent different things" in first
     assert "HvdPipeError: ranks have sent different things" in second
-
-
-# A rank that is slow differs in time only.
-
-
-@on_ranks(2, init=hvd.init)
-@pytest.mark.parametrize(
-    "compression",
-    [hvd.Compression.none, hvd.Int8(chunk=8, error_feedback=True)],
-    ids=["none", "int8"],
-)
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        # A fixed plan: int8's chunks follow the buckets, which a measured plan may cut otherwise.
-        "merged-gradient:plan=single",
-        "merged-gradient:plan=wfbp",
-        *STRATEGIES[1:],
-        "pipe-sgd:prediction=local",
-        "cocod:period=3,momentum=average",
-        "cocod:period=4,fragments=4",
-    ],
-)
-def test_a_slow_rank_changes_no_number(strategy: str, compression: Any) -> None:
-    def trained(slow_rank: int | None) -> Weights:
-        model = make_model(torch.float32)
-        optimizer = hvd.DistributedOptimizer(
-            OPTIMIZERS["momentum"](model),
-            model.named_parameters(),
-            compression=compression,
-            strategy=strategy,
-        )
-
-        def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-            if rank == slow_rank:
-                time.sleep(0.01 * (step % 3))  # before forward, and not in every step
-            return loss_of(model, rank, step)
-
-        return train(model, optimizer, hvd.rank(), loss=loss, steps=24, drains={11, 23})
-
-    alike = trained(None)
-    for slow_rank in range(2):
-        np.testing.assert_array_equal(trained(slow_rank), alike)

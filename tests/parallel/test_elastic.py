@@ -192,20 +192,6 @@ def test_training_goes_on_as_the_equation_says(name: str, method: str) -> None:
         np.testing.assert_array_equal(other, first)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_lost_or_doubled_gradient_would_be_seen(method: str) -> None:
-    """The tolerance is below what the gradient of any one step does to some weight."""
-    found, scenario = outcome("killed"), SCENARIOS["killed"][-1]
-    tolerance = 1e-12 if METHODS[method].exact else ROUNDED * LR
-    wanted = expected(method, found, scenario)
-    for wrong_step in range(scenario.steps):
-        if method == "auto" and wrong_step == outcome("killed").starts[-1][0] - 1:
-            continue  # in flight when it measures again, and dropped
-        for factor in (0.0, 2.0):
-            wrong = expected(method, found, scenario, {wrong_step: factor})
-            assert np.abs(wrong - wanted).max() > 2 * tolerance, (wrong_step, factor)
-
-
 @pytest.mark.parametrize("name", ["killed", "raised"])
 def test_a_failure_is_told_in_one_line(name: str) -> None:
     said = outcome(name).said

@@ -20,7 +20,7 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.torch.compression import BF16, Codec, Int8
 from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.messages.allreduce import Feedback, Reduction
-from hvd_pipe.torch.messages.compressed_allreduce import CompressedAllReduce, message_for
+from hvd_pipe.torch.messages.compressed_allreduce import CompressedAllReduce
 
 
 def members(n: int) -> list[int]:
@@ -96,31 +96,6 @@ def expected(shape: Shape, ranks: Sequence[int]) -> np.ndarray:
     words /= 1 if shape.sum else len(ranks)
     result = emulated(shape.codec, coded, average=not shape.sum)
     return torch.cat([torch.from_numpy(result), torch.from_numpy(words)]).to(shape.dtype).double()
-
-
-def scale(codec: Int8, x: np.ndarray) -> np.ndarray:
-    rows = -(-x.size // codec.chunk)
-    padded = np.zeros(rows * codec.chunk)
-    padded[: x.size] = np.abs(x)
-    return np.repeat(padded.reshape(rows, codec.chunk).max(1) / 127, codec.chunk)[: x.size]
-
-
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s.dtype == torch.float32], ids=str)
-@pytest.mark.parametrize("n", [2, 3])
-def test_it_is_near_the_true_mean(n: int, shape: Shape) -> None:
-    """What ranks have, too: each coding is off by half a step, and the mean's input was coded."""
-    mine = [values(rank, shape).double().numpy()[: shape.numel] for rank in range(n)]
-    weight = 1 if shape.sum else n
-    exact = np.sum(mine, axis=0) / weight
-    if isinstance(shape.codec, Int8):
-        half_steps = np.sum([scale(shape.codec, x) for x in mine], axis=0) / 2 / weight
-        widest = np.sum([127 * scale(shape.codec, x) for x in mine], axis=0) / weight
-        bound = half_steps + scale(shape.codec, np.abs(exact) + half_steps) / 2
-    else:
-        widest = np.sum(np.abs(mine), axis=0) / weight
-        bound = 2.0**-8 * widest + 2.0**-8 * (np.abs(exact) + 2.0**-8 * widest)
-    error = np.abs(expected(shape, range(n))[: shape.numel].numpy() - exact)
-    assert np.all(error <= bound + 4 * n * 2.0**-24 * widest)
 
 
 def run(exchange: CompressedAllReduce) -> None:
@@ -234,37 +209,6 @@ def test_two_exchanges_share_a_feedback(n: int) -> None:
     np.testing.assert_array_equal(np.sum(gather(feedback.reduced.numpy()), axis=0), lost[-1])
 
 
-@JOBS
-@pytest.mark.parametrize("codec", [BF16, Int8])
-def test_with_error_feedback_nothing_is_lost_in_the_long_run(
-    n: int, codec: type[BF16] | type[Int8]
-) -> None:
-    """A residual is at most half a step, so the sum of many rounds is off by two of them.
-
-    Most values of this gradient are below half a step of their chunk's scale.
-    """
-    rounds = 50
-    base = torch.full((1000,), 1e-3) * (1 + torch.arange(1000) % 3)
-    base[::250] = 1.0
-
-    def total(codec: Codec) -> np.ndarray:
-        flat, result = torch.empty(1000), np.zeros(1000)
-        exchange = CompressedAllReduce(Reduction(), flat, "running", codec)
-        for _ in range(rounds):
-            flat.copy_(base * (1 + 0.1 * hvd.rank()))
-            run(exchange)
-            result += arrays(flat)
-        return result
-
-    kept, dropped = total(codec(error_feedback=True)), total(codec())
-    true = rounds * np.mean([base.numpy() * (1 + 0.1 * rank) for rank in range(n)], axis=0)
-    largest = 1 + 0.1 * (n - 1)
-    half_step = 1.01 * largest / 254 if codec is Int8 else 2.0**-8 * 2 * true / rounds
-    rounding = rounds * 2.0**-22
-    assert np.all(np.abs(kept - true) <= 2 * half_step + rounding)
-    assert np.any(np.abs(dropped - true) > 4 * half_step + rounding)
-
-
 class Broken(Int8):
     """Fails in one of the phases."""
 
@@ -290,49 +234,6 @@ def test_errors_are_raised_where_the_script_waits(n: int) -> None:
     with pytest.raises(HvdPipeError, match=r"call wait\(\) before launch\(\)"):
         exchange.launch()
     exchange.wait()
-
-
-@JOBS
-def test_ranks_that_have_gone_apart_are_told(n: int) -> None:
-    """The first rank sends a buffer of another size under the same name."""
-    flat = torch.ones(2000 + 500 * (hvd.rank() == 0))
-    exchange = CompressedAllReduce(Reduction(), flat, "apart", Int8())
-    exchange.launch()
-    with pytest.raises(HvdPipeError, match="ranks have sent different things"):
-        exchange.wait()
-
-
-@JOBS
-def test_a_rank_that_has_joined_is_named(n: int) -> None:
-    """The last rank has run out of data."""
-    if hvd.rank() < n - 1:
-        exchange = CompressedAllReduce(Reduction(), torch.ones(2000), "joined", Int8())
-        exchange.launch()
-        with pytest.raises(HvdPipeError, match=r"left by hvd.join\(\)"):
-            exchange.wait()
-    hvd.join()
-
-
-@JOBS
-@pytest.mark.parametrize(
-    ("compression", "dtype", "kind"),
-    [
-        (hvd.Compression.none, torch.bfloat16, "CompressedAllReduce"),
-        (hvd.Compression.fp16, torch.bfloat16, "CompressedAllReduce"),
-        (Int8(), torch.float32, "CompressedAllReduce"),
-        (hvd.Compression.none, torch.float32, "AllReduce"),
-    ],
-    ids=["bf16", "bf16 as fp16", "int8", "none"],
-)
-def test_which_message_a_reduction_makes(
-    n: int, compression: object, dtype: torch.dtype, kind: str
-) -> None:
-    flat = torch.full((1003,), 1.0 + hvd.rank(), dtype=dtype)
-    message = message_for(Reduction(compression=compression), flat, "kind", exact=3)
-    assert type(message).__name__ == kind
-    message.launch()
-    message.wait()
-    np.testing.assert_allclose(arrays(flat), (n + 1) / 2, rtol=1e-6)
 
 
 _left: list[CompressedAllReduce] = []

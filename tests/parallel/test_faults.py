@@ -29,7 +29,7 @@ LOST = 1
         pytest.param("mpi", "merged-gradient", 3, marks=pytest.mark.nightly),
         pytest.param("mpi", "pipe-sgd+int8", 2, marks=pytest.mark.nightly),
         pytest.param("mpi", "cocod:period=2", 2, marks=pytest.mark.nightly),
-        # nightly: the watch must name it before Gloo gives up; test_pipeline_transport stops one
+        # nightly: the watch must name it before Gloo gives up; test_pipedream_wrong stops one
         pytest.param("gloo", "pipe-sgd", 2, marks=pytest.mark.nightly),
     ],
 )

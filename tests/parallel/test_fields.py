@@ -7,23 +7,29 @@ An argument, or a field of a strategy or a codec, that is new and has no row fai
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from differing_values import Differing, argument, arguments_in, check, common, fields_of
-from on_ranks import on_ranks
-from problem import make_model
+from on_ranks import gather, on_ranks
+from problem import make_model, train
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.errors import RanksDisagreeError
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.torch import pipedream
 
 two = on_ranks(2, init=hvd.init, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+
+
+FILES = tempfile.TemporaryDirectory(prefix="plans-")
 
 
 def half_frozen() -> nn.Module:
@@ -37,6 +43,24 @@ def transposed() -> nn.Module:
     model = make_model()
     model[0].weight.data = model[0].weight.data.t().contiguous().t()
     return model
+
+
+def narrow() -> nn.Module:
+    model = make_model()
+    model[4] = nn.Linear(4, 2).double()
+    return model
+
+
+def longer() -> nn.Module:
+    return make_model().append(nn.Linear(3, 3).double())
+
+
+def in_file(first: int) -> hvd.MergedGradient:
+    """A file of this rank's own: files differ by content, not by path."""
+    names = [name for name, _ in make_model().named_parameters()][::-1]
+    path = Path(FILES.name) / f"{first}.json"
+    Plan((tuple(names[:first]), tuple(names[first:])), "given").save(path)
+    return hvd.MergedGradient(str(path))
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -74,6 +98,13 @@ OF_OPTIMIZERS: dict[str, Differing] = {
     "frozen": differing({}, {"make": half_frozen}, "'0.weight'", "'2.weight'"),
     "strides": differing({}, {"make": transposed}, "(5, 6)", "with strides (1, 5)"),
     "groups": argument("groups", [[0, 1]], [[1, 0]], "[[0, 1]", "[[1, 0]"),
+    "shape": differing({}, {"make": narrow}, "(3, 4)", "(2, 4)"),
+    "dtype": differing({}, {"make": partial(make_model, torch.float32)}, "float64", "float32"),
+    "more": differing({}, {"make": longer}, "", "'5.weight'"),
+    "fewer": differing({"make": longer}, {}, "'5.weight'", ""),
+    "content of a plan file": differing(
+        {"strategy": in_file(2)}, {"strategy": in_file(3)}, "('4.bias', '4.weight')", "'2.bias')"
+    ),
     "number of groups": argument("num_groups", 1, 2, "[[5, 4, 3, 2", "[[5, 4, 3], [2"),
     "order of a plan": differing(
         {"strategy": sent_as("forward", 0, 1)},
@@ -116,6 +147,49 @@ def test_both_ranks_are_told_both_values(case: str) -> None:
     with pytest.raises(RanksDisagreeError) as told:
         build(**row.values[hvd.rank()])
     check(str(told.value), row)
+
+
+@two
+def test_an_environment_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that `mpirun` was not told to export, the way this comes about in practice."""
+    monkeypatch.setenv("HVD_PIPE_STRATEGY", ("pipe-sgd", "cocod:period=6")[hvd.rank()])
+    with pytest.raises(RanksDisagreeError) as told:
+        build()
+    check(str(told.value), differing({}, {}, "PipeSGD", "CoCoD(period=6"))
+
+
+def unreadable(_: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    raise KeyError("layer 7")
+    yield
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "strategy": ({"strategy": "pipe-sdg"}, ValueError, "pipe-sdg"),
+    "names": (
+        {"named_parameters": lambda model: list(model.named_parameters())[1:]},
+        ValueError,
+        "named_parameters",
+    ),
+    "plan of another model": ({"make": longer, "strategy": in_file(2)}, ValueError, "5.weight"),
+    "no plan file": ({"strategy": hvd.MergedGradient("missing.json")}, OSError, "missing.json"),
+    "any error": ({"named_parameters": unreadable}, KeyError, "layer 7"),
+}
+
+
+@two
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_on_one_rank_is_told_to_all(name: str) -> None:
+    """And a job that has caught such an error can still train."""
+    arguments, kind, says = MISTAKES[name]
+    odd = hvd.rank() == 1
+    with pytest.raises(kind if odd else HvdPipeError) as caught:
+        build(**(arguments if odd else {}))
+    assert says in str(caught.value)
+    assert odd or "rank 1" in str(caught.value)
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    first, second = gather(train(model, optimizer, hvd.rank(), steps=3))
+    assert (first == second).all()
 
 
 def stages(width: int = 3) -> nn.Sequential:

@@ -12,15 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from in_turn import LONG_S, one_after_the_other
-from on_ranks import gather, on_ranks
+from in_turn import one_after_the_other
+from on_ranks import on_ranks
 from problem import OPTIMIZERS, loss_of, make_model, weights_of
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.pipeline.build import open_transport
-from hvd_pipe.pipeline.transport import DEPTH, Channel, Kind
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.torch.pipedream.build import FRAMEWORK
 
 two = on_ranks(2, init=hvd.init)
 
@@ -105,33 +102,3 @@ def test_a_backward_pass_waits_for_nobody(case: str) -> None:
 def test_a_step_waits_for_what_was_sent_before_it(case: str) -> None:
     ahead = trained(*IN_STEP[case], "step")
     np.testing.assert_array_equal(ahead, trained(*IN_STEP[case]))
-
-
-@two
-def test_a_message_leaves_before_anybody_asks_for_it() -> None:
-    """And it is whole where it is asked for before it leaves."""
-    size = 1 << 22
-    channel = Channel(1 - hvd.rank(), Kind.GRADIENT, hvd.rank() == 0, size)
-    wire = open_transport([channel], "mpi", FRAMEWORK)
-    messages = [
-        np.random.default_rng(number).integers(0, 256, size, np.uint8)
-        for number in range(2 * DEPTH)
-    ]
-    if hvd.rank() == 0:
-        for message in messages[:DEPTH]:
-            wire.send(1, Kind.GRADIENT, message)
-    gather(None, LONG_S)
-    if hvd.rank() == 1:
-        wire.expect(0, Kind.GRADIENT, len(messages))
-        for message in messages[:DEPTH]:
-            np.testing.assert_array_equal(wire.receive(0, Kind.GRADIENT), message)
-    gather(None, LONG_S)
-    if hvd.rank() == 0:
-        wire.flush()
-        for message in messages[DEPTH:]:
-            wire.send(1, Kind.GRADIENT, message)
-        wire.flush()
-    else:
-        for message in messages[DEPTH:]:
-            np.testing.assert_array_equal(wire.receive(0, Kind.GRADIENT), message)
-    wire.close()

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
-import torch
 from cells import Cell
 from on_ranks import on_ranks
-from problem import OPTIMIZERS, make_model, train
-from torch import nn
+from problem import OPTIMIZERS, make_model, one_weight, train, update_one, updates_of
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.errors import HvdPipeError
 
-LR = 2.0**-6
 EARLY, LATE = 5, 25  # steps of rank 0 and rank 1; a plan is due in between
 MORE = 16  # after both have joined; a plan is due, if none was made
 
@@ -27,36 +19,16 @@ STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=2")
 pytestmark = on_ranks(2, init=hvd.init)
 
 
-def one_weight(strategy: str) -> tuple[nn.Linear, Any]:
-    """A model whose gradient is 1 on both ranks in every step."""
-    model = nn.Linear(1, 1, bias=False).double()
-    nn.init.zeros_(model.weight)
-    plain = torch.optim.SGD(model.parameters(), lr=LR)
-    return model, hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
-
-
-def go_on(model: nn.Linear, optimizer: Any, steps: int, gradient: float = 1.0) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        (model.weight.sum() * gradient).backward()
-        optimizer.step()
-
-
-def updates_of(model: nn.Linear) -> float:
-    """The sum of all updates so far, in units of the learning rate."""
-    return -model.weight.item() / LR
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_that_has_joined_is_not_averaged_in_as_a_model(strategy: str) -> None:
     """Uneven data. Gradients of a joined rank count as zero, as in Horovod; its model does not."""
     model, optimizer = one_weight(strategy)
-    go_on(model, optimizer, LATE if hvd.rank() else EARLY)
+    update_one(model, optimizer, LATE if hvd.rank() else EARLY)
     hvd.join()
     updates = [updates_of(model)]
     optimizer.synchronize()
     updates.append(updates_of(model))
-    go_on(model, optimizer, MORE)
+    update_one(model, optimizer, MORE)
     optimizer.synchronize()
     updates.append(updates_of(model))
     if strategy == "cocod:period=2":
@@ -65,50 +37,6 @@ def test_a_rank_that_has_joined_is_not_averaged_in_as_a_model(strategy: str) -> 
     else:
         end = (EARLY, EARLY + (LATE - EARLY) / 2)[hvd.rank()]
         assert updates == [end, end, end + MORE]
-
-
-# In flight after three steps with gradients of 100 and 200: Pipe-SGD's average of 150, and
-# CoCoD's mean of the starts 200 and 400. Every gradient is applied once in the end: 454.5.
-GOES_ON: dict[tuple[str, str], list[list[float]]] = {
-    ("merged-gradient", "nothing in flight"): [[1.5, 3, 4.5, 4.5]] * 2,
-    ("merged-gradient", "in flight"): [[451.5, 453, 454.5, 454.5]] * 2,
-    ("merged-gradient", "plain"): [[451.5, 453, 454.5, 454.5]] * 2,
-    ("pipe-sgd", "nothing in flight"): [[0, 1.5, 3, 4.5]] * 2,
-    ("pipe-sgd", "in flight"): [[450, 451.5, 453, 454.5]] * 2,
-    ("pipe-sgd", "plain"): [[300, 301.5, 303, 304.5]] * 2,
-    ("cocod:period=2", "nothing in flight"): [[1, 2, 3, 4.5], [2, 4, 6, 4.5]],
-    # The first round goes on where it was: mean 300, and a third local step of 1 or 2.
-    ("cocod:period=2", "in flight"): [[401, 402, 453.5, 454.5], [502, 504, 455.5, 454.5]],
-    ("cocod:period=2", "plain"): [[301, 452, 453, 454.5], [602, 454, 456, 454.5]],
-}
-
-
-@pytest.mark.parametrize(("strategy", "saved"), GOES_ON)
-def test_a_loaded_state_goes_on_with_what_it_holds(strategy: str, saved: str) -> None:
-    """And with nothing of what was in flight when it was loaded.
-
-    Gradients are 100 before saving, 10 in what loading forgets, and 1 after it, twice as much on
-    rank 1, so that each number says what it is made of.
-    """
-    model, optimizer = one_weight(strategy)
-    factor = 1 + hvd.rank()
-    go_on(model, optimizer, 0 if saved == "nothing in flight" else 3, 100.0 * factor)
-    weight, state = model.weight.detach().clone(), copy.deepcopy(optimizer.state_dict())
-    if saved == "plain":
-        del state["hvd_pipe"]
-    go_on(model, optimizer, 3, 10.0 * factor)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.load_state_dict(state)
-    assert len(caught) == (saved == "plain" and strategy != "merged-gradient")
-    with torch.no_grad():
-        model.weight.copy_(weight)
-    updates = []
-    for _ in range(3):
-        go_on(model, optimizer, 1, 1.0 * factor)
-        updates.append(updates_of(model))
-    optimizer.synchronize()
-    assert [*updates, updates_of(model)] == GOES_ON[strategy, saved][hvd.rank()]
 
 
 def test_the_newest_optimizer_of_a_parameter_listens_to_it() -> None:
@@ -160,27 +88,11 @@ def test_synchronize_on_one_rank_alone_is_told_on_every_rank(after: int, strateg
     number = 0
     with pytest.raises(HvdPipeError, match=r"synchronize\(\) was called without a backward"):  # noqa: PT012
         for number in range(after + 3):
-            go_on(model, optimizer, 1)
+            update_one(model, optimizer, 1)
             if hvd.rank() == 0 and number == after:
                 optimizer.synchronize()
     # Rank 1 is told in the step after the one that went apart, rank 0 in its own next one.
     assert number == after + 1 + hvd.rank()
-
-
-def test_any_error_on_one_rank_reaches_the_others() -> None:
-    """An error of any kind, while rank 1 reads its arguments."""
-    model = make_model()
-
-    class Named:
-        def __iter__(self) -> Iterator[tuple[str, nn.Parameter]]:
-            if hvd.rank() == 1:
-                raise KeyError("layer 7")
-            return iter(model.named_parameters())
-
-    kind = (RanksDisagreeError, KeyError)[hvd.rank()]
-    said = ("^rank 1 was given something wrong.*layer 7", "^'layer 7'$")[hvd.rank()]
-    with pytest.raises(kind, match=f"(?s){said}"):
-        hvd.DistributedOptimizer(OPTIMIZERS["adam"](model), Named())
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,6 @@ import workers_harness
 from ranks import run_ranks
 
 
-def test_results_come_in_the_order_of_ranks() -> None:
-    assert run_ranks(3, workers_harness.ten_times_rank, 4) == [4, 14, 24]
-
-
 def test_a_failing_rank_is_reported_with_its_traceback() -> None:
     with pytest.raises(AssertionError) as caught:
         run_ranks(2, workers_harness.fail_on_rank_1)
@@ -30,18 +26,6 @@ def test_a_failing_rank_is_reported_with_its_traceback() -> None:
     assert rank_1.startswith("1: Traceback")
     assert "in fail_on_rank_1" in rank_1
     assert "ZeroDivisionError: only here" in rank_1
-
-
-def test_a_forked_rank_is_as_a_new_interpreter() -> None:
-    """Nothing comes from a job before, and strings hash on no two neighbours alike."""
-    for launcher in ("mpi", "gloo"):
-        states = run_ranks(3, workers_harness.state, launcher=launcher)
-        assert {state[:4] for state in states} == {(1, False, None, None)}
-        assert {state.folder for state in states} == {str(Path.cwd())}
-        assert {Path(state.arguments[0]).name for state in states} == {"rank_main.py"}
-        assert states[0].hash != states[1].hash
-        assert len({state.random for state in states}) == 3
-    assert run_ranks(1, workers_harness.state, framework=None)[0][:5] == states[0][:5]
 
 
 def test_a_rank_that_dies_ends_its_job() -> None:
@@ -82,12 +66,6 @@ def test_ranks_end_with_pytest(tmp_path: Path, number: signal.Signals) -> None:
         ended = process.wait(120)
         assert ended == (-number if number == signal.SIGKILL else pytest.ExitCode.INTERRUPTED)
     _assert_gone(tmp_path)
-
-
-@pytest.mark.parametrize("launcher", ["mpi", "gloo"])
-def test_both_launchers_carry_an_allreduce(launcher: str) -> None:
-    results = run_ranks(2, workers_harness.sum_of_ranks, launcher=launcher)
-    assert results == [(2, 1.0), (2, 1.0)]
 
 
 @contextmanager

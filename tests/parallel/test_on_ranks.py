@@ -8,9 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from on_ranks import gather, on_ranks, place
-
 HERE = Path(__file__).parent
 
 
@@ -83,25 +80,3 @@ def test_a_failure_on_one_rank_fails_that_test_alone(tmp_path: Path) -> None:
     }, said
     assert "test_wrong did not pass on 2 ranks. Rank 1: AssertionError: only here" in said
     assert "last words" in said
-
-
-# nightly: failures with real deadlines; all tests on ranks use the rest.
-@pytest.mark.nightly
-def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
-    said = run_file(
-        tmp_path,
-        "@on_ranks(2, timeout=12)\n"
-        "def test_hangs():\n"
-        "    if place()[1] == 1:\n"
-        "        time.sleep(100)\n"
-        "@on_ranks(2, timeout=12)\n"
-        "def test_after():\n"
-        "    assert gather(place()[1]) == [0, 1]\n",
-    )
-    assert outcomes(said) == {"test_hangs": "FAILED", "test_after": "PASSED"}, said
-    assert "in test_hangs" in said
-
-
-@on_ranks(2)
-def test_this_very_file() -> None:
-    assert gather(place()[1]) == [0, 1]

@@ -11,7 +11,6 @@ import gc
 import itertools
 import time
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -26,13 +25,10 @@ from overlap_models import (
     ODD,
     Attention,
     Clipping,
-    Reader,
     Recurrent,
     Skipping,
     Sparse,
     Tied,
-    Wandering,
-    alike_loss,
     numbered_loss,
     pending,
     read_all,
@@ -40,7 +36,7 @@ from overlap_models import (
 )
 from problem import OPTIMIZERS, Loss, Weights, loss_of, weights_of
 from torch import nn
-from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import hvd_pipe.torch as hvd
@@ -75,14 +71,7 @@ def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run(NamedTuple):
-    """What a rank has seen.
-
-    Args:
-        losses: Of every step.
-        weights: Now and then, and at the end.
-        deferred: The steps whose ``step()`` left messages to be waited for later.
-        plan: At the end.
-    """
+    """What a rank has seen."""
 
     losses: list[float]
     weights: list[Weights]
@@ -103,15 +92,7 @@ def scripted(
     options: Callable[[ModuleType], dict[str, Any]] = lambda module: {},
     passes: int = 1,
 ) -> Run:
-    """Train; by stock Horovod where no strategy is given.
-
-    Args:
-        before, after: What else the script does before and after each ``step()``.
-        schedule: Whether a scheduler changes learning rates after each step.
-        backward: Whether a step has a backward pass.
-        options: More arguments of the optimizer.
-        passes: Backward passes a step.
-    """
+    """Train; by stock Horovod where no strategy is given."""
     module: ModuleType = stock if strategy is None else hvd
     given = options(module) | ({} if strategy is None else {"strategy": strategy})
     if passes > 1:
@@ -214,14 +195,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "attention": {"make": Attention},
     "tied": {"make": Tied},
-    "reader": {"make": Reader},
     "skipping": {"make": Skipping, "loss": numbered_loss},
     "recurrent": {"make": Recurrent},
     "batch norm": {"make": normed},
-    "wandering": {"make": Wandering, "loss": alike_loss},
     "compiled": {"make": compiled},
     "weights that are read": {"after": read_all},
-    "fp16": {"make": Reader, "options": lambda module: {"compression": module.Compression.fp16}},
+    "fp16": {"make": Tied, "options": lambda module: {"compression": module.Compression.fp16}},
     "sum, two passes": {
         "make": Tied,
         "options": lambda module: {"op": module.Sum},
@@ -257,7 +236,6 @@ def test_equal_to_stock_horovod_on_a_slow_network(script: dict[str, Any]) -> Non
 # Where updates stay in step().
 
 STAY = "overlap='forward': updates stay in step()"
-HOOKED = f"{STAY} while a hook is registered on the optimizer, or for all optimizers (said once)"
 
 
 def clip(model: nn.Module, optimizer: Any, step: int) -> None:
@@ -276,70 +254,7 @@ def hook_on_one(_: nn.Module, optimizer: Any, step: int) -> None:
         optimizer.register_step_pre_hook(lambda *_: None)
 
 
-def warned(strategy: str, **script: Any) -> tuple[Run, list[str]]:
-    """A run, and what was said of updates that stay in step()."""
-    heard = Lines()
-    run = scripted(strategy, **script)
-    heard.taken()
-    return run, [line for line in heard.lines if line.startswith(STAY)]
-
-
-@pytest.mark.parametrize(
-    ("reason", "script"),
-    [
-        (
-            "is sparse",
-            {"make": Sparse, "make_optimizer": lambda m: SGD(m.parameters(), 0.1)},
-        ),
-        (
-            "`optimizer.updates_each_parameter = True`",
-            {"make_optimizer": lambda m: Clipping(m.parameters(), lr=0.1)},
-        ),
-    ],
-    ids=["sparse", "not separable"],
-)
-def test_where_updates_stay_in_step(reason: str, script: dict[str, Any]) -> None:
-    """Training is right, and a warning names the reason."""
-    ours, said = warned(ALONE, **script)
-    assert_same(scripted(BARRIER, **script), ours)
-    assert not ours.deferred
-    assert len(said) == 1
-    assert reason in said[0]
-
-
-@pytest.mark.parametrize(
-    ("before", "by_rank"),
-    [
-        (lambda *_: None, ([], [])),
-        (clip, ([], [])),
-        (clip_always, ([], [])),
-        (hook_on_one, ([], [HOOKED])),
-    ],
-    ids=["nothing", "clipping now and then", "clipping", "one has a hook"],
-)
-def test_what_keeps_single_steps_with_the_barrier_is_said_once(
-    before: Any, by_rank: tuple[list[str], list[str]]
-) -> None:
-    ours, said = warned(ALONE, before=before)
-    assert said == by_rank[hvd.rank()]
-    assert bool(ours.deferred) == (before is not clip_always)
-    assert_same(scripted(BARRIER, before=before), ours)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (LBFGS, {}, "leave overlap='forward' out"),
-        (partial(SGD, lr=0.1), {"op": hvd.Adasum}, "Adasum"),
-    ],
-    ids=["LBFGS", "Adasum"],
-)
-def test_refusals(kind: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        wrapped(make_optimizer=lambda m: kind(m.parameters()), strategy=PLANNED, **options)
-
-
-# Ranks that differ.
+# Ranks that differ, and updates that stay in step().
 
 
 def slow_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -357,29 +272,53 @@ def freeze(model: nn.Module, _: Any, step: int) -> None:
     next(model.parameters()).requires_grad_(step not in (2, 3, 4, 5))
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param({"loss": slow_loss}, id="one is slower"),
-        pytest.param({"backward": lambda step: (hvd.rank(), step) != (1, ODD)}, id="no gradient"),
-        pytest.param({"before": clip}, id="clipping"),
-        pytest.param({"before": hook_on_one}, id="one has a hook"),
-        pytest.param({"after": save_on_one}, id="one saves"),
-        pytest.param({"before": freeze}, id="frozen for some steps"),
-    ],
-)
-def test_ranks_that_differ(script: dict[str, Any]) -> None:
+SCRIPTS: dict[str, tuple[dict[str, Any], list[str], Callable[[int], bool] | None]] = {
+    # Why updates stay in step(), on rank 1 where it says so, and which steps defer; None: all.
+    "one is slower": ({"loss": slow_loss}, [], None),
+    "no gradient": ({"backward": lambda step: (hvd.rank(), step) != (1, ODD)}, [], None),
+    "one saves": ({"after": save_on_one}, [], None),
+    "frozen for some steps": ({"before": freeze}, [], None),
+    "clipping now and then": ({"before": clip}, [], lambda step: step % 3 != 1),
+    "clipping": ({"before": clip_always}, [], lambda step: False),
+    "one has a hook": (
+        {"before": hook_on_one},
+        ["while a hook is registered on the optimizer, or for all optimizers (said once)"],
+        lambda step: hvd.rank() == 0 or step < ODD,
+    ),
+    "sparse": (
+        {"make": Sparse, "make_optimizer": lambda m: SGD(m.parameters(), 0.1)},
+        ["is sparse"],
+        lambda step: False,
+    ),
+    "not separable": (
+        {"make_optimizer": lambda m: Clipping(m.parameters(), lr=0.1)},
+        ["`optimizer.updates_each_parameter = True`"],
+        lambda step: False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_training_is_right_where_updates_stay_in_step_or_ranks_differ(name: str) -> None:
+    """A warning names the reason, once."""
+    script, reasons, defers = SCRIPTS[name]
+    heard = Lines()
     ours = scripted(ALONE, **script)
+    heard.taken()
+    said = [line for line in heard.lines if line.startswith(STAY)]
     assert_same(scripted(BARRIER, **script), ours)
     first, second = gather(ours.weights)
     assert np.array_equal(first, second)
-    before = script.get("before")
-    if before is clip:
-        assert {step % 3 for step in ours.deferred} == {0, 2}
-    elif before is hook_on_one:
-        assert ours.deferred[-1] == (SHORT - 1 if hvd.rank() == 0 else ODD - 1)
-    else:
+    if defers is None:
         assert_deferred(ours, SHORT)
+    else:
+        wanted = {step for step in range(BEGUN, SHORT) if defers(step)}
+        assert wanted == {step for step in ours.deferred if step >= BEGUN}
+    if name == "one has a hook" and hvd.rank() == 0:
+        reasons = []
+    assert len(said) == len(reasons)
+    for line, reason in zip(said, reasons, strict=True):
+        assert reason in line
 
 
 def test_a_join_while_plans_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

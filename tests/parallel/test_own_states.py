@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,14 @@ def from_own_file(strategy: str, optimizer: Any, _: nn.Module) -> Any:
     return load(strategy, optimizer.state_dict())
 
 
+def from_a_plain_state(strategy: str, optimizer: Any, _: nn.Module) -> Any:
+    state = optimizer.state_dict()
+    del state["hvd_pipe"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it holds nothing in flight
+        return load(strategy, state)
+
+
 def from_rank_0s_file(strategy: str, optimizer: Any, _: nn.Module) -> Any:
     return load(strategy, gather(optimizer.state_dict())[0])
 
@@ -95,6 +104,7 @@ def on_new_workers(_: str, optimizer: Any, model: nn.Module) -> Any:
 WAYS: dict[str, tuple[Callable[[str, Any, nn.Module], Any], tuple[bool, bool]]] = {
     # and whether each rank has its residuals after that
     "own file": (from_own_file, (True, True)),
+    "plain state": (from_a_plain_state, (False, False)),
     "rank 0's file": (from_rank_0s_file, (True, False)),
     "rank 0's pickle": (from_rank_0s_pickle, (True, False)),
     "broadcast": (after_a_broadcast, (True, False)),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,13 +18,11 @@ from pending_problem import (
     EXACT,
     LR,
     PIPE,
-    RANKS,
     SENDING,
     STEPS,
     Change,
     assert_equal_on_ranks,
     batch,
-    check,
     clip,
     distributed,
     gradients_of,
@@ -40,16 +41,42 @@ from torch import nn
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.strategy import MergedGradient
+from hvd_pipe.torch.measuring.step_times import FirstUses
 from hvd_pipe.torch.messages.buckets import BucketSet
 
 pytestmark = on_ranks(2, init=hvd.init)
 
+EVERY = (*EXACT, *PIPE)
+
+
+def cells(rows: Any) -> pytest.MarkDecorator:
+    """Parametrize by the rows of a table, and by the strategies of each."""
+    return pytest.mark.parametrize(
+        ("row", "name"),
+        [
+            pytest.param(row, name, id=f"{key}-{name}")
+            for key, row in rows.items()
+            for name in row.names
+        ],
+    )
+
+
+def backward(model: nn.Module, step: int, part: float = 1.0) -> None:
+    (loss_of(model, step, hvd.rank()) * part).backward()
+
+
+def scale(model: nn.Module, factor: float) -> None:
+    for gradient in gradients_of(model):
+        gradient.mul_(factor)
+
+
+# What a script does to gradients.
+
 
 def clip_listed(model: nn.Module, step: int) -> None:
-    gradients = [p.grad for p in model.parameters()]
-    norm = torch.stack([g.norm() for g in gradients if g is not None]).norm()
+    gradients = gradients_of(model)
+    norm = torch.stack([g.norm() for g in gradients]).norm()
     for gradient in gradients:
-        assert gradient is not None
         gradient.mul_(torch.clamp(0.05 / norm, max=1.0))
 
 
@@ -60,56 +87,300 @@ def halve(model: nn.Module, step: int) -> None:
 
 
 def halve_data(model: nn.Module, step: int) -> None:
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad.data.mul_(0.5)
+    for gradient in gradients_of(model):
+        gradient.data.mul_(0.5)
 
 
 def drop_one(model: nn.Module, step: int) -> None:
     next(model.parameters()).grad = None
 
 
-CHANGES = [clip, clip_listed, halve, halve_data, leave]
-
-
-CELLS = [(change, name) for change in CHANGES for name in [*EXACT, *PIPE]]
-CELLS += [(drop_one, name) for name in EXACT]
-
-
-@pytest.mark.parametrize(
-    ("change", "name"), CELLS, ids=lambda each: each if isinstance(each, str) else each.__name__
-)
-def test_changes_are_those_of_one_process(change: Change, name: str) -> None:
-    model = make_model()
-    optimizer = distributed(model, name)
-    train(model, optimizer, range(STEPS), change)
-    check(model, optimizer, change, name)
+def read_in_turn(model: nn.Module, step: int) -> None:
+    """One rank reads and the other does not."""
+    if hvd.rank() == step % 2:
+        assert all(float(each.norm()) >= 0 for each in gradients_of(model))
 
 
 def branch_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """On rank 1, a loss that does not use the middle layer in two steps of three."""
     x = batch(step, rank)
-    hidden = torch.tanh(model[0](x))
+    hidden = torch.tanh(model[0](x))  # type: ignore[index]
     if rank == 0 or step % 3 == 0:
-        hidden = torch.tanh(model[2](hidden))
-    loss: torch.Tensor = (model[4](hidden) ** 2).mean()
+        hidden = torch.tanh(model[2](hidden))  # type: ignore[index]
+    loss: torch.Tensor = (model[4](hidden) ** 2).mean()  # type: ignore[index]
     return loss
 
 
-@SENDING
-def test_ranks_clip_alike_where_one_lacks_a_gradient(name: str) -> None:
-    """It is there, as zeros, before it is read: lists of gradients are as long on all ranks."""
-    model = make_model()
-    optimizer = distributed(model, name)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        branch_of(model, step, hvd.rank()).backward()
-        assert all(p.grad is not None for p in model.parameters())
+# How it computes and applies them: each is what a script does in a step, with its step().
+
+
+def clip_branches(model: nn.Module, optimizer: Any, step: int) -> None:
+    """Lists of gradients are as long on all ranks: one that a rank lacks is there, as zeros."""
+    branch_of(model, step, hvd.rank()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    clip(model, step)
+    optimizer.step()
+
+
+def halves(model: nn.Module, optimizer: Any, step: int) -> None:
+    with optimizer.no_sync():
+        backward(model, step, 0.5)
+    backward(model, step, 0.5)
+    optimizer.step()
+
+
+def local_alone(model: nn.Module, optimizer: Any, step: int) -> None:
+    with optimizer.no_sync():
+        backward(model, step)
+    optimizer.step()
+
+
+def short_accumulation(no_sync: bool) -> Script:
+    """As trainers do where an epoch has an odd number of batches; the last pass never comes."""
+
+    def run(model: nn.Module, optimizer: Any, step: int) -> None:
+        short = step % 3 == 2
+        with optimizer.no_sync() if no_sync else contextlib.nullcontext():
+            backward(model, step, 1.0 if short else 0.5)
+        if not short:
+            backward(model, step, 0.5)
         clip(model, step)
         optimizer.step()
+
+    return run
+
+
+def read_between(model: nn.Module, optimizer: Any, step: int) -> None:
+    """The average of the first pass; the second one is added to it, and that is averaged."""
+    for _ in range(2):
+        backward(model, step, 0.5)
+        norms = gather(float(nn.utils.get_total_norm(gradients_of(model))))
+        assert norms[0] == norms[1]
+    optimizer.step()
+
+
+def halve_between(model: nn.Module, optimizer: Any, step: int) -> None:
+    """As under DDP: the mean of a sum of means is the sum."""
+    backward(model, step, 0.5)
+    halve(model, step)
+    backward(model, step, 0.5)
+    optimizer.step()
+
+
+def give_up(model: nn.Module, optimizer: Any, step: int) -> None:
+    """A GAN's generator computes the discriminator's gradients, which are cleared."""
+    backward(model, 50 + step)
+    model.zero_grad()
+    backward(model, step, 0.5)
+    backward(model, step, 0.5)
+    optimizer.step()
+
+
+def drop_unlike(model: nn.Module, optimizer: Any, step: int) -> None:
+    """All ranks clear what they have computed: it is nobody's business what that was."""
+    if step == 4 and hvd.rank() == 1:
+        model[4](torch.ones(1, 9, dtype=torch.float64)).sum().backward()  # type: ignore[index]
+        model.zero_grad()
+    elif step == 4:
+        backward(model, 50)
+        model.zero_grad()
+    backward(model, step)
+    optimizer.step()
+
+
+def list_before_synchronize(model: nn.Module, optimizer: Any, step: int) -> None:
+    """With two passes a step none is complete here."""
+    backward(model, step)
+    listed = gradients_of(model)
     optimizer.synchronize()
-    wanted = trained_alone(clip, late=name in PIPE, loss=branch_of)
+    norm = torch.stack([each.norm() for each in listed]).norm()
+    torch._foreach_mul_(listed, torch.clamp(0.05 / (norm + 1e-6), max=1.0))
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def other_threads(model: nn.Module, optimizer: Any, step: int) -> None:
+    """``torch.autograd.grad`` fills no ``p.grad``; a backward pass may run in any thread."""
+    thread = threading.Thread(target=loss_of(model, step, hvd.rank()).backward)
+    thread.start()
+    thread.join()
+    torch.autograd.grad(loss_of(model, 50, hvd.rank()), list(model.parameters()))
+    optimizer.step()
+
+
+def changed_by(change: Change) -> Script:
+    def run(model: nn.Module, optimizer: Any, step: int) -> None:
+        backward(model, step)
+        change(model, step)
+        optimizer.step()
+
+    return run
+
+
+Script = Callable[[nn.Module, Any, int], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A script, and what it comes to in one process: a change of the means, and a loss."""
+
+    script: Script
+    change: Change = leave
+    passes: int = 1
+    names: Sequence[str] = EVERY
+    loss: Callable[[nn.Module, int, int], torch.Tensor] = loss_of
+
+
+STEPPED = {
+    **{
+        each.__name__: Row(changed_by(each), each)
+        for each in (clip, clip_listed, halve, halve_data, leave, read_in_turn)
+    },
+    "drop_one": Row(changed_by(drop_one), drop_one, names=tuple(EXACT)),
+    "clip_branches": Row(clip_branches, clip, loss=branch_of),
+    "halves": Row(halves),
+    "local_alone": Row(local_alone),
+    "short, passes": Row(short_accumulation(no_sync=False), clip, passes=2),
+    "short, no_sync": Row(short_accumulation(no_sync=True), clip),
+    "read_between": Row(read_between, passes=2, names=tuple(EXACT)),
+    "halve_between": Row(
+        halve_between, lambda model, _: scale(model, 0.75), names=("merged-gradient",)
+    ),
+    "give_up": Row(give_up, passes=2),
+    "drop_unlike": Row(drop_unlike),
+    "list_before_synchronize": Row(list_before_synchronize, clip),
+    "list_before_synchronize, passes": Row(list_before_synchronize, clip, passes=2),
+    "other_threads": Row(other_threads),
+}
+
+
+@cells(STEPPED)
+def test_steps_are_those_of_one_process(row: Row, name: str) -> None:
+    model = make_model()
+    optimizer = distributed(model, name, backward_passes_per_step=row.passes)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        row.script(model, optimizer, step)
+    optimizer.synchronize()
+    wanted = trained_alone(row.change, late=name in PIPE, loss=row.loss)
     torch.testing.assert_close(weights_of(model), wanted, rtol=0, atol=1e-15)
+
+
+# What one rank alone does.
+
+
+def raises_in(no_sync: bool) -> Misdeed:
+    """A backward pass raises on rank 1: the whole one, or the first one of two."""
+
+    def run(model: nn.Module, optimizer: Any) -> None:
+        with (
+            optimizer.no_sync() if no_sync else contextlib.nullcontext(),
+            out_of_memory_at(model.get_parameter("2.weight")),
+        ):
+            backward(model, 3)
+
+    return run
+
+
+def sets_on_rank_0(gradient: Callable[[torch.Tensor], Any]) -> Misdeed:
+    def run(model: nn.Module, optimizer: Any) -> None:
+        backward(model, 3)
+        if hvd.rank() == 0:
+            parameter = model.get_parameter("2.weight")
+            parameter.grad = gradient(parameter)
+
+    return run
+
+
+def triples_unseen(model: nn.Module, optimizer: Any) -> None:
+    """Code in C++ on rank 0 changes a gradient that is on its way."""
+    backward(model, 3)
+    if hvd.rank() == 0:
+        with torch._C.DisableTorchFunctionSubclass():
+            model.get_parameter("4.weight").grad.mul_(3.0)  # type: ignore[union-attr]
+
+
+Misdeed = Callable[[nn.Module, Any], object]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank alone does in a step, and what all of them are told."""
+
+    does: Misdeed
+    says: str
+    names: Iterable[str] = EVERY
+    passes: int = 1
+
+
+TOLD = {
+    "raises": Told(raises_in(no_sync=False), r"backward\(\) raised on rank 1"),
+    "raises, passes": Told(raises_in(no_sync=False), r"backward\(\) raised on rank 1", passes=2),
+    "raises, no_sync": Told(raises_in(no_sync=True), r"backward\(\) raised on rank 1"),
+    "cleared": Told(
+        sets_on_rank_0(lambda _: None), "'2.weight' was cleared.* on rank 0, and not on all", EXACT
+    ),
+    "replaced": Told(
+        sets_on_rank_0(torch.zeros_like),
+        "'2.weight' was replaced.* on rank 0, and not on all",
+        EXACT,
+    ),
+    "not seen": Told(triples_unseen, "was changed while it was being sent.*on rank 0"),
+}
+
+
+@cells(TOLD)
+def test_what_one_rank_alone_does_is_told_on_all(row: Told, name: str) -> None:
+    """No weight moves, neither by a second step; the next step is as it should be."""
+    model = make_model()
+    optimizer = distributed(model, name, backward_passes_per_step=row.passes)
+    before = weights_of(model).clone()
+    row.does(model, optimizer)
+    with raises_on_all(RanksDisagreeError, row.says):
+        optimizer.step()
+        optimizer.synchronize()
+    assert torch.equal(weights_of(model), before)
+    if name in EXACT:
+        optimizer.step()
+        assert torch.equal(weights_of(model), before)
+    train(model, optimizer, range(4, STEPS))
+    optimizer.synchronize()
+    assert not torch.equal(weights_of(model), before)
+    assert_equal_on_ranks(model)
+
+
+@SENDING
+def test_a_first_pass_that_raises_on_every_rank_is_warned_of(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No gradient is complete by then."""
+    model = make_model()
+    optimizer = distributed(model, name, backward_passes_per_step=2)
+    before = weights_of(model).clone()
+    with out_of_memory_at(model.get_parameter("2.weight"), (0, 1)):
+        backward(model, 0)
+    optimizer.step()
+    optimizer.synchronize()
+    assert "backward() raised on every rank" in caplog.text
+    assert torch.equal(weights_of(model), before)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_one_rank_that_reads_too_early_is_told_before_a_weight_moves(name: str) -> None:
+    """Under overlap=forward the first weights had moved by then."""
+    model = make_model()
+    optimizer = distributed(model, name, backward_passes_per_step=2)
+    before = weights_of(model).clone()
+    loss_of(model, 0, hvd.rank()).backward()
+    with raises_on_all(RanksDisagreeError, "before their last backward pass on some ranks"):
+        if hvd.rank() == 0:
+            float(gradients_of(model)[0].norm())
+        else:
+            loss_of(model, 0, 1).backward()
+            optimizer.step()
+        loss_of(model, 1, hvd.rank())
+    assert torch.equal(weights_of(model), before)
+    assert not gradients_of(model)
 
 
 def test_a_layer_that_thaws_is_clipped_alike_under_pipe_sgd() -> None:
@@ -127,22 +398,6 @@ def test_a_layer_that_thaws_is_clipped_alike_under_pipe_sgd() -> None:
         optimizer.step()
     optimizer.synchronize()
     assert_equal_on_ranks(model)
-
-
-@SENDING
-def test_one_rank_reads_and_the_other_does_not(name: str) -> None:
-    model, norms = make_model(), []
-    optimizer = distributed(model, name)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, step, hvd.rank()).backward()
-        if hvd.rank() == step % 2:
-            norms.append(
-                sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
-            )
-        optimizer.step()
-    check(model, optimizer, leave, name)
-    assert len(norms) == STEPS // 2
 
 
 @SENDING
@@ -169,112 +424,7 @@ def test_who_reads_nothing_waits_for_nothing(name: str) -> None:
     optimizer.synchronize()
 
 
-@SENDING
-def test_a_backward_pass_that_raises_on_one_rank_is_told_on_all(name: str) -> None:
-    """No weight moves, and the next step is as it should be."""
-    model = make_model()
-    optimizer = distributed(model, name)
-
-    train(model, optimizer, range(3))
-    optimizer.synchronize()
-    before = weights_of(model).clone()
-    optimizer.zero_grad()
-    with out_of_memory_at(list(model.parameters())[2]):
-        loss_of(model, 3, hvd.rank()).backward()
-    with raises_on_all(RanksDisagreeError, "backward\\(\\) raised on rank 1"):
-        optimizer.step()
-        optimizer.synchronize()
-    assert torch.equal(weights_of(model), before)
-    train(model, optimizer, range(4, 8))
-    optimizer.synchronize()
-    assert_equal_on_ranks(model)
-
-
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("did", ["cleared", "replaced"])
-def test_what_one_rank_alone_does_to_a_gradient_is_told_on_all(name: str, did: str) -> None:
-    model = make_model()
-    optimizer = distributed(model, name)
-    before = weights_of(model).clone()
-    loss_of(model, 0, hvd.rank()).backward()
-    if hvd.rank() == 0:
-        parameter = model[2].weight
-        parameter.grad = None if did == "cleared" else torch.zeros_like(parameter)
-    with raises_on_all(RanksDisagreeError, f"'2.weight' was {did}.* on rank 0, and not on all"):
-        optimizer.step()
-        optimizer.synchronize()
-    assert torch.equal(weights_of(model), before)
-
-
-@SENDING
-@pytest.mark.parametrize("how", ["passes", "no_sync"])
-@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=["one rank", "all ranks"])
-def test_a_first_pass_that_raises_is_told(
-    name: str, how: str, ranks: tuple[int, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    """No gradient is complete by then."""
-    model = make_model()
-    passes = {"backward_passes_per_step": 2} if how == "passes" else {}
-    optimizer = distributed(model, name, **passes)
-    before = weights_of(model).clone()
-
-    with (
-        optimizer.no_sync() if how == "no_sync" else contextlib.nullcontext(),
-        out_of_memory_at(list(model.parameters())[2], ranks),
-    ):
-        loss_of(model, 0, hvd.rank()).backward()
-    if len(ranks) == 1:
-        with raises_on_all(RanksDisagreeError, "backward\\(\\) raised on rank 1"):
-            optimizer.step()
-            optimizer.synchronize()
-    else:
-        optimizer.step()
-        optimizer.synchronize()
-        assert "backward() raised on every rank" in caplog.text
-    assert torch.equal(weights_of(model), before)
-
-
-@SENDING
-def test_a_change_that_is_not_seen_is_told_on_all(name: str) -> None:
-    """Code in C++ on rank 0 changes a gradient that is on its way; the next step is right."""
-    model = make_model()
-    optimizer = distributed(model, name)
-
-    def triple(model: nn.Module, step: int) -> None:
-        if hvd.rank() == 0:
-            gradient = model.get_parameter("4.weight").grad
-            with torch._C.DisableTorchFunctionSubclass():
-                gradient.mul_(3.0)  # type: ignore[union-attr]
-
-    train(model, optimizer, range(3))
-    optimizer.synchronize()
-    before = weights_of(model).clone()
-    with raises_on_all(RanksDisagreeError, "was changed while it was being sent.*on rank 0"):
-        train(model, optimizer, range(3, 4), triple)
-        optimizer.synchronize()
-    assert torch.equal(weights_of(model), before)
-    train(model, optimizer, range(4, 5))
-    optimizer.synchronize()
-    assert not torch.equal(weights_of(model), before)
-    assert_equal_on_ranks(model)
-
-
-@SENDING
-def test_ranks_that_drop_unlike_gradients(name: str) -> None:
-    """All ranks clear what they have computed: it is nobody's business what that was."""
-    model = make_model()
-    optimizer = distributed(model, name)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        if step == 4 and hvd.rank() == 1:
-            model[4](torch.ones(1, 9, dtype=torch.float64)).sum().backward()
-            model.zero_grad()
-        elif step == 4:
-            loss_of(model, 50, 0).backward()
-            model.zero_grad()
-        loss_of(model, step, hvd.rank()).backward()
-        optimizer.step()
-    check(model, optimizer, leave, name)
+# Other optimizers, other ranks.
 
 
 def test_two_optimizers_of_one_backward_pass_in_two_orders() -> None:
@@ -346,108 +496,44 @@ def test_what_is_done_after_another_optimizers_step(name: str, did: str) -> None
     assert_equal_on_ranks(model)
 
 
-@SENDING
-def test_no_sync_gathers_gradients_locally(name: str) -> None:
-    """A step of two halves is one of both."""
-    model = make_model()
-    optimizer = distributed(model, name)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with optimizer.no_sync():
-            (loss_of(model, step, hvd.rank()) * 0.5).backward()
-        (loss_of(model, step, hvd.rank()) * 0.5).backward()
-        optimizer.step()
-    check(model, optimizer, leave, name)
+def test_a_gradient_after_another_optimizers_step_is_refused() -> None:
+    """The message had zeros for it, and its weight moved by the local gradient."""
+    first, second = make_model(), make_model()
+    one, two = distributed(first, "merged-gradient"), distributed(second, "merged-gradient")
+    for step in range(2):
+        one.zero_grad()
+        two.zero_grad()
+        (loss_of(first, step, 0) + second[0](torch.ones(1, 5).double()).sum()).backward()
+        one.step()
+        two.step()
+    two.zero_grad()
+    before = weights_of(second).clone()
+    (loss_of(first, 2, 0) + second[0](torch.ones(1, 5).double()).sum()).backward()
+    one.step()
+    with raises_on_all(HvdPipeError, "was computed after another optimizer's step"):
+        loss_of(second, 2, hvd.rank()).backward()
+    assert torch.equal(weights_of(second), before)
+    train(second, two, range(3, STEPS))
+    assert_equal_on_ranks(second)
 
 
-@SENDING
-def test_no_sync_alone_sends_in_step(name: str) -> None:
-    model = make_model()
-    optimizer = distributed(model, name)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with optimizer.no_sync():
-            loss_of(model, step, hvd.rank()).backward()
-        optimizer.step()
-    check(model, optimizer, leave, name)
-
-
-@SENDING
-@pytest.mark.parametrize("how", ["passes", "no_sync"])
-def test_a_short_last_accumulation_may_be_clipped(name: str, how: str) -> None:
-    """As trainers do where an epoch has an odd number of batches; the last pass never comes."""
-    model = make_model()
-    arguments = {"backward_passes_per_step": 2} if how == "passes" else {}
-    optimizer = distributed(model, name, **arguments)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        if step % 3 == 2:
-            with optimizer.no_sync() if how == "no_sync" else contextlib.nullcontext():
-                loss_of(model, step, hvd.rank()).backward()
-        else:
-            with optimizer.no_sync() if how == "no_sync" else contextlib.nullcontext():
-                (loss_of(model, step, hvd.rank()) * 0.5).backward()
-            (loss_of(model, step, hvd.rank()) * 0.5).backward()
-        clip(model, step)
-        optimizer.step()
-    check(model, optimizer, clip, name)
+# Passes.
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_gradients_may_be_read_between_passes(name: str) -> None:
-    """The average of the first pass; the second one is added to it, and that is averaged."""
+def test_a_rank_may_step_after_fewer_passes(name: str) -> None:
+    """As under stock Horovod: its last batches do not fill an accumulation."""
     model = make_model()
     optimizer = distributed(model, name, backward_passes_per_step=2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for _ in range(2):
-            (loss_of(model, step, hvd.rank()) * 0.5).backward()
-            norms = gather(float(nn.utils.get_total_norm(gradients_of(model))))
-            assert norms[0] == norms[1]
-        optimizer.step()
-    check(model, optimizer, leave, name)
-
-
-@SENDING
-def test_a_first_pass_that_is_given_up_is_not_counted(name: str) -> None:
-    """A GAN's generator computes the discriminator's gradients, which are cleared."""
-    model = make_model()
-    optimizer = distributed(model, name, backward_passes_per_step=2)
-    for step in range(STEPS):
-        loss_of(model, 50 + step, hvd.rank()).backward()
-        model.zero_grad()
-        for _ in range(2):
-            (loss_of(model, step, hvd.rank()) * 0.5).backward()
-        optimizer.step()
-        model.zero_grad()
-    check(model, optimizer, leave, name)
-
-
-def test_averages_may_be_added_up() -> None:
-    """As under DDP: the mean of a sum of means is the sum."""
-    model = make_model()
-    optimizer, plain = distributed(model, "merged-gradient"), make_model()
-    loss_of(model, 0, hvd.rank()).backward()
-    clip(model, 0)
-    loss_of(model, 1, hvd.rank()).backward()
+    for rank in range(hvd.rank() + 1):
+        loss_of(model, 0, rank).backward()
     optimizer.step()
-    total = []
-    for rank in range(RANKS):
-        loss_of(plain, 0, rank).backward()
-    for parameter in plain.parameters():
-        assert parameter.grad is not None
-        parameter.grad /= RANKS
-    clip(plain, 0)
-    for rank in range(RANKS):
-        again = copy.deepcopy(plain)
-        again.zero_grad()
-        loss_of(again, 1, rank).backward()
-        total.append([p.grad for p in again.parameters()])
-    for parameter, *each in zip(plain.parameters(), *total, strict=True):
-        assert parameter.grad is not None
-        parameter.grad += sum(each) / RANKS
-    sgd(plain).step()
-    torch.testing.assert_close(weights_of(model), weights_of(plain), rtol=0, atol=1e-15)
+    optimizer.synchronize()
+    wanted = make_model()
+    for rank in (0, 0, 1):  # rank 0 computes the first alone, rank 1 both
+        (loss_of(wanted, 0, rank) / 2).backward()
+    sgd(wanted).step()
+    torch.testing.assert_close(weights_of(model), weights_of(wanted), rtol=0, atol=1e-15)
 
 
 def test_averages_cannot_be_added_up_where_their_sum_is_another() -> None:
@@ -478,22 +564,6 @@ def test_a_gradient_that_is_read_within_backward() -> None:
 
 
 @SENDING
-def test_gradients_of_other_losses_and_of_other_threads(name: str) -> None:
-    """``torch.autograd.grad`` fills no ``p.grad``; a backward pass may run in any thread."""
-    model = make_model()
-    optimizer = distributed(model, name)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, step, hvd.rank())
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-        torch.autograd.grad(loss_of(model, 50, hvd.rank()), list(model.parameters()))
-        optimizer.step()
-    check(model, optimizer, leave, name)
-
-
-@SENDING
 def test_lost_messages_are_the_readers_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elastic training must see the type."""
     model = make_model()
@@ -511,36 +581,226 @@ def test_lost_messages_are_the_readers_error(name: str, monkeypatch: pytest.Monk
             float(gradients_of(model)[0].norm())
 
 
-def train_scaled(model: nn.Module, optimizer: Any, overflow: int, unscales: bool) -> list[float]:
-    """Mixed precision's loop, in float32; an overflow on rank 1. Return the scales."""
+@SENDING
+def test_a_local_gradient_may_be_copied(name: str) -> None:
+    """Copies asked the class for what it had overridden, without an end."""
+    model = make_model()
+    optimizer = distributed(model, name)
+    with optimizer.no_sync():
+        loss_of(model, 0, hvd.rank()).backward()
+        [gradient, *_] = gradients_of(model)
+        own = torch.autograd.grad(loss_of(model, 0, hvd.rank()), list(model.parameters()))[0]
+        for found in (
+            copy.deepcopy(gradient),
+            pickle.loads(pickle.dumps(gradient)),
+            torch.vmap(lambda row: row * 1.0)(gradient),
+        ):
+            assert type(found) is torch.Tensor
+            torch.testing.assert_close(found, own, rtol=0, atol=1e-15)
+    loss_of(model, 1, hvd.rank()).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    assert_equal_on_ranks(model)
+
+
+def test_pipe_sgd_lets_no_gradient_lead_to_what_is_in_flight_after_an_error() -> None:
+    model = make_model()
+    optimizer = distributed(model, "pipe-sgd")
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
+    loss_of(model, 2, hvd.rank()).backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # the refusal comes with the average
+    optimizer.zero_grad()
+    loss_of(model, 3, hvd.rank()).backward()
+    with raises_on_all(HvdPipeError, "was replaced by another tensor"):
+        optimizer.step()
+    assert not gradients_of(model)
+
+
+# Scalers.
+
+
+@SENDING
+def test_a_fused_optimizer_under_a_gradient_scaler(name: str) -> None:
+    """An overflow on rank 1 is one on all; scales and weights stay equal on both ranks."""
+    model = make_model().float()
+    plain = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+    optimizer = hvd.DistributedOptimizer(
+        plain, model.named_parameters(), strategy={**EXACT, **PIPE}[name]
+    )
     scaler, scales = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3), []
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = scaler.scale((model(batch(step, hvd.rank()).float()) ** 2).mean())
-        if (overflow, 1) == (step, hvd.rank()):
-            loss = loss * torch.inf
-        loss.backward()
-        if unscales:
-            scaler.unscale_(optimizer)
-            clip(model, step)
+        (loss * torch.inf if (step, hvd.rank()) == (4, 1) else loss).backward()
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
     optimizer.synchronize()
     assert torch.isfinite(weights_of(model)).all()
     assert_equal_on_ranks(model)
-    return scales
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale and clip"])
-@SENDING
-def test_a_gradient_scaler_meets_averages(name: str, unscales: bool, fused: bool) -> None:
-    """An overflow on rank 1 is one on all; scales and weights stay equal on both ranks."""
-    model = make_model().float()
-    strategy = {**EXACT, **PIPE}[name]
-    plain = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
-    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
-    scales = train_scaled(model, optimizer, 4, unscales)
     assert gather(scales) == [scales] * 2
     assert min(scales) < 8.0 or max(scales) > 8.0
+
+
+@pytest.mark.parametrize("says", [False, True], ids=["reads", "says the scale"])
+def test_pipe_sgd_knows_the_scale_after_a_read(says: bool) -> None:
+    """Who logs a norm before ``unscale_`` had the step's scale taken for that of the average.
+
+    Who says the scale had the average divided by the ratio of the two twice.
+    """
+    model = make_model()
+    optimizer = distributed(model, "pipe-sgd")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step, hvd.rank())).backward()
+        if says:
+            optimizer.synchronize(loss_scale=scaler.get_scale())
+        seen.append(float(gradients_of(model)[0].norm()))
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize() if says else contextlib.nullcontext():
+            scaler.step(optimizer)
+        scaler.update()
+    assert len(seen) == STEPS
+    optimizer.synchronize()
+    wanted = trained_alone(leave, late=True)
+    torch.testing.assert_close(weights_of(model), wanted, rtol=0, atol=1e-12)
+
+
+# Sparse gradients.
+
+
+def table_loss(table: nn.Embedding, step: int, rank: int) -> torch.Tensor:
+    rows = torch.tensor([(step + rank) % 5, 4 - rank])
+    return table(rows).square().sum() / 2.0
+
+
+@SENDING
+@pytest.mark.parametrize("reads", ["all", "rank 0"])
+def test_a_sparse_gradient_can_be_read(name: str, reads: str) -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(5, 3, sparse=True).double()
+    wanted = copy.deepcopy(table)
+    plain = torch.optim.SGD(wanted.parameters(), lr=LR)
+    strategy = {**EXACT, **PIPE}[name]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=LR), table.named_parameters(), strategy=strategy
+    )
+    norms, late = [], None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        table_loss(table, step, hvd.rank()).backward()
+        if reads == "all" or hvd.rank() == 0:
+            assert table.weight.grad is not None
+            norms.append(float(table.weight.grad.to_dense().norm()))
+        optimizer.step()
+        mean = torch.stack(
+            [
+                torch.autograd.grad(table_loss(wanted, step, rank), [wanted.weight])[0].to_dense()
+                for rank in range(2)
+            ]
+        ).mean(0)
+        due, late = (late, mean) if name == "pipe-sgd" else (mean, None)
+        if norms:
+            applied = torch.zeros(()) if due is None else due
+            assert norms[-1] == pytest.approx(float(applied.norm()), abs=1e-12)
+        if due is not None:
+            wanted.weight.grad = due
+            plain.step()
+    optimizer.synchronize()
+    if late is not None:
+        wanted.weight.grad = late
+        plain.step()
+    torch.testing.assert_close(weights_of(table), weights_of(wanted), rtol=0, atol=1e-12)
+
+
+# Updates that are left to the next forward pass.
+
+
+def deferring(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), strategy=EXACT["overlap"])
+
+
+def test_an_update_that_runs_out_of_memory_in_the_forward_pass_leaves_the_rest_due() -> None:
+    """The round was never completed, and the next step applied local gradients."""
+    model = make_model()
+
+    class Optimizer(torch.optim.SGD):
+        updates_each_parameter = True
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                self.fails = False
+                raise MemoryError("out of memory")
+            return super().step(closure)
+
+    optimizer = deferring(model, Optimizer(model.parameters(), lr=LR))
+    train(model, optimizer, range(3))
+    assert optimizer._hvd_pipe.is_due
+    optimizer.fails = True
+    with pytest.raises(MemoryError):
+        loss_of(model, 3, hvd.rank())
+    train(model, optimizer, range(3, STEPS))
+    optimizer.synchronize()
+    assert_equal_on_ranks(model)
+
+
+def test_a_state_of_all_parameters_in_param_groups_is_refused() -> None:
+    """Each partial update counted a step of its own, in a copy that was thrown away."""
+    model = make_model()
+
+    class Counting(torch.optim.SGD):
+        updates_each_parameter = True
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+            return super().step(closure)
+
+    optimizer = deferring(model, Counting(model.parameters(), lr=LR))
+    train(model, optimizer, range(1))
+    loss_of(model, 1, hvd.rank()).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="writes 'k' of its param_groups"):
+        loss_of(model, 2, hvd.rank())
+
+
+def test_an_update_that_writes_into_gradients_leaves_none_to_be_sent() -> None:
+    """`synchronize()` took them for gradients that were set by hand."""
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, nesterov=True, foreach=True)
+    optimizer = deferring(model, inner)
+    train(model, optimizer, range(4))
+    loss_of(model, 4, 0)  # an evaluation
+    optimizer.synchronize()
+    assert not optimizer._hvd_pipe.has_new_gradients
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def test_updates_wait_in_step_while_uses_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward pass that waits for messages does not tell when it would use its weights."""
+    model, used = make_model(), []
+    use = FirstUses.use
+
+    def noted(self: FirstUses, indices: Any) -> None:
+        used.append(sorted(indices))
+        use(self, indices)
+
+    monkeypatch.setattr(FirstUses, "use", noted)
+    strategy = MergedGradient(overlap="forward")
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), strategy=strategy)
+    watched = 0
+    for step in range(60):
+        train(model, optimizer, range(step, step + 1))
+        engine = optimizer._hvd_pipe
+        if isinstance(engine.ready_times, FirstUses):
+            assert not engine.is_due
+            watched += 1
+    assert watched == 3
+    assert used == [[0, 1], [2, 3], [4, 5]] * 2  # the model is found in the first pass
+    optimizer.synchronize()

@@ -21,7 +21,6 @@ from torch import nn
 import hvd_pipe.torch as hvd
 from hvd_pipe.torch.messages.allreduce import REDUCED, SENT
 
-WARMUP = 3
 DRAINS = (STEPS // 2, STEPS - 1)
 
 momentum = OPTIMIZERS["momentum"]
@@ -45,47 +44,6 @@ class Recorder(torch.optim.Optimizer):
     def step(self, _closure: object = None) -> None:  # type: ignore[override]
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
         self.applied.append(torch.cat(gradients).tolist())
-
-
-class Telltale(nn.Module):
-    """The gradient of ``step``: worker i's is (1, (i+1) (step+1)); for ``rare`` see the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-        self.rare = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-
-    def loss(self, rank: int, step: int) -> torch.Tensor:
-        result = self.step[0] + self.step[1] * (rank + 1) * (step + 1)
-        if rank == 0 and step % 2 == 0:  # the only gradients that ``rare`` gets
-            result = result + self.rare.sum() * (step + 1)
-        return result
-
-
-def expected(step: int) -> list[float]:
-    """The average over two workers of the gradients that `Telltale.loss` makes."""
-    return [1.0, 1.5 * (step + 1), 0.5 * (step + 1) if step % 2 == 0 else 0.0]
-
-
-def test_each_gradient_is_applied_exactly_once() -> None:
-    """Across the end of the warm-up, a drain and a second pipeline after it."""
-    model = Telltale()
-    optimizer: Any = hvd.DistributedOptimizer(
-        Recorder(model), model.named_parameters(), strategy=hvd.PipeSGD(warmup_steps=WARMUP)
-    )
-    counts = []
-    for step in range(14):
-        optimizer.zero_grad()
-        model.loss(hvd.rank(), step).backward()
-        optimizer.step()
-        counts.append(len(optimizer.applied))
-        if step in (9, 13):
-            optimizer.synchronize()
-            counts.append(len(optimizer.applied))
-    optimizer.synchronize()
-    # The launch after the warm-up applies nothing, nor does the one after a drain.
-    assert counts == [1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 10, 10, 11, 12, 13, 14]
-    assert optimizer.applied == [expected(step) for step in range(14)]
 
 
 def assert_equation(strategy: str, weights: Weights) -> None:

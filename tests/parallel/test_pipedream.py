@@ -13,10 +13,9 @@ from on_ranks import on_ranks
 from pipeline_problem import (
     SKIPPING_CUTS,
     Plan,
-    make_random,
     plan,
 )
-from pipeline_versions import COALESCING, METHODS
+from pipeline_versions import METHODS
 from torch_pipelines import (
     ON,
     Case,
@@ -70,15 +69,6 @@ def _models() -> Iterable[tuple[str, Case]]:
             f"paired {config} {mode}",
             dataclasses.replace(case, plan=plan(config, cuts), model="paired"),
         )
-    for seed in range(8):
-        stages = 3 + seed % 2
-        mode = list(METHODS)[seed % len(METHODS)]
-        cuts = make_random(seed).random_cuts(stages, seed)
-        microbatches = 5 if mode in COALESCING else 1
-        yield (
-            f"random {seed}",
-            Case(Plan(cuts, (1,) * stages), mode, "adam", f"random {seed}", microbatches),
-        )
 
 
 def _in_transit() -> Iterable[tuple[str, Case]]:
@@ -116,7 +106,7 @@ DAILY = {
     *("1-1 stash in_transit=2", "1-1-1 stash in_transit=1", "2-1 2bw in_transit=2"),
     *("skipping 1-1-1 stash", "some frozen 2-1", "first frozen 2-1", "last frozen 2-1"),
     *("no parameters first", "no parameters middle", "no parameters replicated"),
-    *("paired 1-1-1 stash", "random 0", "random 2"),
+    "paired 1-1-1 stash",
 }
 """Every mode, optimizer, model and kind of plan once; the other cases are nightly."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,7 @@ from pending_problem import (
     train,
     weights_of,
 )
+from serial import make_workers
 from torch import nn
 
 import hvd_pipe.torch as hvd
@@ -58,23 +59,21 @@ def means(model: nn.Module, step: int) -> list[torch.Tensor]:
     return [(one + other) / 2 for one, other in zip(*both, strict=True)]
 
 
-def apply(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Any) -> None:
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        parameter.grad = gradient
-    optimizer.step()
-
-
-def trained_serially(model: nn.Module, optimizers: Any, strategy: str) -> torch.Tensor:
-    """Train by means; ``optimizers`` returns that of a step."""
-    late = None
-    for step in range(STEPS):
-        mean = means(model, step)
-        due, late = (late, mean) if strategy == "pipe-sgd" else (mean, None)
-        if due is not None:
-            apply(model, optimizers(step), due)
-    if late is not None:
-        apply(model, optimizers(STEPS), late)
-    return weights_of(model)
+def alone(
+    strategy: str,
+    make_optimizer: Callable[[nn.Module], Any],
+    steps: int = STEPS,
+    drains: Collection[int] = (),
+) -> torch.Tensor:
+    """Return what one process comes to that has both ranks' gradients."""
+    workers = make_workers(strategy, 2, make_model, make_optimizer)
+    for step in range(steps):
+        workers.backward(lambda model, rank, step: loss_of(model, step, rank), step)
+        workers.step()
+        if step in drains:
+            workers.synchronize()
+    workers.synchronize()
+    return weights_of(workers.models[0])
 
 
 @every
@@ -117,6 +116,16 @@ def three_of(model: nn.Module, wrap: Any, all_first: bool = False) -> list[Any]:
     return [wrap(torch.optim.Adam([p for _, p in part], 0.01), part) for part in parts]
 
 
+class InTurn:
+    """Optimizers of which each makes eight steps."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._turn = (each for each in optimizers for _ in range(8))
+
+    def step(self) -> None:
+        next(self._turn).step()
+
+
 @pytest.mark.parametrize("synchronizes", [True, False], ids=["synchronize", "step alone"])
 @pytest.mark.parametrize("all_first", [False, True], ids=["all last", "all first"])
 @pytest.mark.parametrize("strategy", [*STRATEGIES[:2], GIVEN])
@@ -124,7 +133,7 @@ def test_optimizers_of_the_same_parameters_that_take_turns(
     strategy: str, all_first: bool, synchronizes: bool
 ) -> None:
     """The ones that were made first read buffers that were being reduced."""
-    model, wanted = make_model(), make_model()
+    model = make_model()
     mine = three_of(model, lambda one, named: distributed(one, named, strategy), all_first)
     for step in range(STEPS):
         for optimizer in mine:
@@ -139,16 +148,15 @@ def test_optimizers_of_the_same_parameters_that_take_turns(
             mine[step // 8].step()
     for optimizer in mine:
         optimizer.synchronize()
-    plain = three_of(wanted, lambda one, named: one, all_first)
-    expected = trained_serially(wanted, lambda step: plain[step // 8], strategy)
-    torch.testing.assert_close(weights_of(model), expected, rtol=0, atol=1e-12)
+    wanted = alone(strategy, lambda of: InTurn(three_of(of, lambda one, _: one, all_first)))
+    torch.testing.assert_close(weights_of(model), wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, GIVEN])
 def test_one_optimizer_a_parameter_that_steps_in_backward(strategy: str, to_none: bool) -> None:
     """As torchtitan's; a new engine of an optimizer put its hook behind the script's."""
-    model, wanted = make_model(), make_model()
+    model = make_model()
     optimizers = {
         name: distributed(torch.optim.SGD([p], LR, 0.9), [(name, p)], strategy)
         for name, p in model.named_parameters()
@@ -167,9 +175,8 @@ def test_one_optimizer_a_parameter_that_steps_in_backward(strategy: str, to_none
         loss_of(model, step, hvd.rank()).backward()
     for optimizer in optimizers.values():
         optimizer.synchronize()
-    plain = torch.optim.SGD(wanted.parameters(), LR, 0.9)
-    expected = trained_serially(wanted, lambda step: plain, strategy)
-    torch.testing.assert_close(weights_of(model), expected, rtol=0, atol=1e-12)
+    wanted = alone(strategy, lambda of: torch.optim.SGD(of.parameters(), LR, 0.9))
+    torch.testing.assert_close(weights_of(model), wanted, rtol=0, atol=1e-12)
 
 
 def test_ranks_send_for_other_optimizers_in_one_order() -> None:
@@ -241,24 +248,24 @@ class Points(nn.Module):
 @every
 def test_parameters_that_are_replaced_by_larger_ones(strategy: str) -> None:
     """They were planned twice."""
-    model, wanted = Points(), Points()
-    optimizer, plain = model.adam(), wanted.adam()
-    optimizer = distributed(optimizer, model.named_parameters(), strategy)
-    late = None
+    model = Points()
+    optimizer = distributed(model.adam(), model.named_parameters(), strategy)
+    workers = make_workers(strategy, 2, Points, Points.adam)
     for step in range(STEPS):
         train(model, optimizer, range(step, step + 1))
-        mean = means(wanted, step)
-        due, late = (late, mean) if strategy == "pipe-sgd" else (mean, None)
-        if due is not None:
-            apply(wanted, plain, due)
+        workers.backward(lambda model, rank, step: loss_of(model, step, rank), step)
+        workers.step()
         if step % 8 == 7:
             optimizer.synchronize()
-            if late is not None:
-                apply(wanted, plain, late)
-                late = None
-            model.grow(optimizer)
-            wanted.grow(plain)
-    torch.testing.assert_close(weights_of(model), weights_of(wanted), rtol=0, atol=1e-12)
+            workers.synchronize()
+            for one, other in (
+                (model, optimizer),
+                *zip(workers.models, workers.optimizers, strict=True),
+            ):
+                one.grow(other)
+    torch.testing.assert_close(
+        weights_of(model), weights_of(workers.models[0]), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("how", ["put in between", "swapped"])
@@ -305,7 +312,7 @@ def test_places_of_parameters_that_shift(strategy: str, how: str) -> None:
 @every
 def test_gradients_with_a_graph(strategy: str) -> None:
     """A script differentiates them once more, before ``step()``."""
-    model, wanted = make_model(), make_model()
+    model = make_model()
     optimizer = plain_sgd(model, strategy)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -322,9 +329,8 @@ def test_gradients_with_a_graph(strategy: str) -> None:
         if strategy != "pipe-sgd":
             assert all(map(torch.allclose, [p.grad for p in model.parameters()], wants))
     optimizer.synchronize()
-    plain = torch.optim.SGD(wanted.parameters(), LR)
-    serial = trained_serially(wanted, lambda step: plain, strategy)
-    torch.testing.assert_close(weights_of(model), serial, rtol=0, atol=1e-12)
+    wanted = alone(strategy, lambda of: torch.optim.SGD(of.parameters(), LR))
+    torch.testing.assert_close(weights_of(model), wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10 has grad_dtype")
@@ -358,7 +364,7 @@ def test_gradients_that_were_cleared_stay_so_when_training_is_interrupted(
     strategy: str, to_none: bool
 ) -> None:
     """Trainers clear gradients after a step, then evaluate; the next pass added to averages."""
-    model, wanted = make_model(), make_model()
+    model = make_model()
     optimizer = plain_sgd(model, strategy)
     for step in range(9):
         loss_of(model, step, hvd.rank()).backward()
@@ -367,12 +373,5 @@ def test_gradients_that_were_cleared_stay_so_when_training_is_interrupted(
         if step == 5:
             optimizer.synchronize()
     optimizer.synchronize()
-    plain, due = torch.optim.SGD(wanted.parameters(), LR), None
-    for step in range(9):
-        mean = means(wanted, step)
-        now, due = (due, mean) if strategy == "pipe-sgd" else (mean, None)
-        for gradients in (now, due if step in (5, 8) else None):
-            if gradients is not None:
-                apply(wanted, plain, gradients)
-        due = None if step == 5 else due
-    torch.testing.assert_close(weights_of(model), weights_of(wanted), rtol=0, atol=1e-12)
+    wanted = alone(strategy, lambda of: torch.optim.SGD(of.parameters(), LR), 9, {5})
+    torch.testing.assert_close(weights_of(model), wanted, rtol=0, atol=1e-12)

@@ -6,7 +6,6 @@ import copy
 import gc
 import inspect
 import time
-import warnings
 import weakref
 from typing import Any
 
@@ -119,35 +118,6 @@ def test_weights_that_are_changed_while_they_are_ahead() -> None:
     optimizer.synchronize()
 
 
-@pytest.mark.parametrize("strategy", REFUSING)
-def test_training_goes_on_after_a_refused_step(strategy: str) -> None:
-    """After that error every call was refused for ever.
-
-    Gradients are changed too early, by tensors that share their memory, which are not pending;
-    all ranks go back to a state.
-    """
-    model, optimizer = wrapped(strategy=strategy)
-    kept: list[torch.Tensor] = []
-    said = ""
-    for step in range(STEPS):
-        state = copy.deepcopy(optimizer.state_dict())
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank(), step).backward()
-        if step == 3:
-            torch._foreach_mul_(kept, 0.5)
-        try:
-            optimizer.step()
-        except HvdPipeError as error:
-            said = str(error)
-            optimizer.load_state_dict(state)
-        if step < 3:
-            kept += [p.grad.detach() for p in model.parameters() if p.grad is not None]
-    assert "was changed while it was being sent" in said
-    optimizer.synchronize()
-    assert_equal_on_ranks(weights_of(model))
-    assert not np.array_equal(weights_of(model), weights_of(make_model()))
-
-
 def test_adasum_on_channels_last() -> None:
     """The update has the weight's strides, and Horovod wants contiguous tensors."""
     torch.manual_seed(0)
@@ -241,38 +211,6 @@ def test_an_optimizer_that_awaits_collection_refuses_no_join() -> None:
     finally:
         gc.enable()
     assert (waits and left() is None) == (hvd.rank() == 0)
-
-
-@pytest.mark.parametrize("loaded", ["plain", "rank 0's"])
-@pytest.mark.parametrize("strategy", LOSSY)
-def test_residuals_end_with_the_state_that_they_belong_to(strategy: str, loaded: str) -> None:
-    """What error feedback had left over of an exploding step survived the way back to a state."""
-    runs = []
-    for steps in (3, 0):
-        model = make_model(torch.float32)
-        optimizer = hvd.DistributedOptimizer(
-            OPTIMIZERS["momentum"](model),
-            model.named_parameters(),
-            strategy=strategy,
-            compression=hvd.Int8(error_feedback=True),
-        )
-        state = optimizer.state_dict()
-        if loaded == "plain":
-            del state["hvd_pipe"]
-        state = hvd.broadcast_object(copy.deepcopy(state), 0)
-        weights = copy.deepcopy(model.state_dict())
-        for number in range(steps):
-            optimizer.zero_grad()
-            (loss_of(model, hvd.rank(), number) * 1000.0).backward()
-            optimizer.step()
-        model.load_state_dict(weights)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a plain state holds nothing in flight
-            optimizer.load_state_dict(copy.deepcopy(state))
-        train(model, optimizer, range(STEPS))
-        optimizer.synchronize()
-        runs.append(weights_of(model))
-    np.testing.assert_array_equal(*runs)
 
 
 @pytest.mark.parametrize("drains", [1, 2])

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from on_ranks import gather, on_ranks
-from pipeline_problem import OPTIMIZERS, Batch, Plan, epoch, make_model, plan, squared
+from pipeline_problem import MODELS, OPTIMIZERS, Batch, Plan, epoch, plan, squared
 from pipeline_reference import Reference
 from pipeline_versions import COALESCING
 from torch import nn
@@ -80,9 +80,9 @@ def on_their_ranks(cases: Mapping[str, Case], daily: Container[str]) -> list[Any
 
 
 def layers_of(name: str) -> tuple[graph.Layer, ...]:
-    """The layers of a model of `make_model`."""
+    """The layers of one of `MODELS`."""
     ((inputs, _), *_) = epoch(0, paired=name == "paired")
-    return graph.trace(make_model(name), inputs if name == "paired" else (inputs,)).layers
+    return graph.trace(MODELS[name](), inputs if name == "paired" else (inputs,)).layers
 
 
 def partition_of(name: str, wanted: Plan) -> Partition:
@@ -105,7 +105,7 @@ def partition_of(name: str, wanted: Plan) -> Partition:
 
 def make_engine(case: Case, **more: Any) -> Any:
     torch.set_num_threads(1)
-    model = make_model(case.model)
+    model = MODELS[case.model]()
     options = {
         "plan": partition_of(case.model, case.plan).with_in_transit(case.in_transit),
         "sample": case.data(0)[0],
@@ -134,7 +134,7 @@ def train(case: Case, **more: Any) -> Result:
 
 
 def reference(case: Case, model: nn.Module | None = None, **more: Any) -> Reference:
-    model = model or make_model(case.model)
+    model = model or MODELS[case.model]()
     return Reference(
         model,
         case.plan.stage_of(model),

@@ -183,3 +183,69 @@ def count_as_zero(model: nn.Module, optimizer: Optimizer) -> None:
 def at(steps: dict[int, Event]) -> Event:
     """An event that is another one at each of these steps."""
     return lambda model, optimizer, number: steps.get(number, nothing)(model, optimizer, number)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models with an optimizer each."""
+
+    makes: Sequence[MakeModel]
+    references: Sequence[MakeModel]
+    optimizers: Sequence[tuple[MakeOptimizer, MakeOptimizer]]
+    phases: Sequence[tuple[Callable[..., torch.Tensor], Sequence[int]]]
+    freeze: bool = False
+
+    def run(self, strategy: str) -> Array:
+        models = [make() for make in self.makes]
+        optimizers: list[Any] = [
+            hvd.DistributedOptimizer(
+                make(model), model.named_parameters(prefix=str(i)), strategy=strategy
+            )
+            for i, (model, (make, _)) in enumerate(zip(models, self.optimizers, strict=True))
+        ]
+        records = []
+        for number in range(STEPS):
+            for loss, trained in self.phases:
+                for i, model in enumerate(models):
+                    model.requires_grad_(i in trained or not self.freeze)
+                for i in trained:
+                    optimizers[i].zero_grad()
+                loss(*models, hvd.rank(), number).backward()
+                for i in trained:
+                    optimizers[i].step()
+                for model in models:
+                    model.requires_grad_(True)
+            records.append(np.concatenate([weights_of(model) for model in models]))
+        for i, optimizer in enumerate(optimizers):
+            if i not in self.phases[-1][1]:
+                optimizer.zero_grad()  # what another one's loss has left
+            optimizer.synchronize()
+        return np.array([*records, np.concatenate([weights_of(model) for model in models])])
+
+    def expected(self, strategy: str, n: int) -> Array:
+        both = [
+            make_workers(strategy, n, make, make_optimizer, mean)
+            for make, (_, make_optimizer) in zip(self.references, self.optimizers, strict=True)
+        ]
+        for number in range(STEPS):
+            for loss, trained in self.phases:
+                for rank, models in enumerate(zip(*(each.models for each in both), strict=True)):
+                    for model in models:
+                        model.zero_grad()
+                    loss(*models, rank, number).backward()
+                for workers in (both[i] for i in trained):
+                    pairs = zip(workers.models, workers.optimizers, strict=True)
+                    for model, optimizer in pairs if strategy != COCOD else ():
+                        count_as_zero(model, optimizer)
+                    workers.step()
+            for workers in both:
+                workers.record()
+        for workers in both:
+            workers.synchronize()
+            workers.record()
+        return np.concatenate([workers.trajectory for workers in both], axis=2)
+
+    @property
+    def sides(self) -> dict[str, Any]:
+        """The two sides of a use."""
+        return {"run": self.run, "expected": self.expected}

@@ -14,24 +14,22 @@ import numpy as np
 import torch
 from checkpoints import advance
 from problem import batch, loss_of, make_model, train, weights_of
-from serial import make_workers
 from torch import nn
 from torch.optim import SGD, Optimizer, SparseAdam
 from uses import Use
 from uses_common import (
-    COCOD,
     FORWARD,
     MERGED,
     PIPE,
     PLAIN,
     STEPS,
     Array,
+    MakeOptimizer,
+    Pair,
     Script,
     at,
-    count_as_zero,
     make_momentum,
     make_sgd,
-    mean,
     wrap,
 )
 
@@ -125,48 +123,8 @@ def lookup_loss(table: nn.Module, layers: nn.Module, rank: int, number: int) -> 
     return nn.functional.mse_loss(layers(rows), targets)
 
 
-def sparse_adam(strategy: str) -> Array:
-    """An optimizer for the table alone beside one for the layers."""
-    table, layers = make_table(sparse=True), make_layers()
-    optimizers = [
-        wrap(table, SparseAdam(list(table.parameters()), lr=0.01), strategy),
-        wrap(layers, make_momentum(layers), strategy),
-    ]
-    records = []
-    for number in range(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        lookup_loss(table, layers, hvd.rank(), number).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        records.append([*weights_of(table), *weights_of(layers)])
-    for optimizer in optimizers:
-        optimizer.synchronize()
-    records.append([*weights_of(table), *weights_of(layers)])
-    return np.array(records)
-
-
-def simulate_sparse_adam(strategy: str, n: int) -> Array:
-    def make_optimizer(model: nn.Module) -> Optimizer:
-        return DenseSparseAdam(list(model.parameters()), lr=0.01)
-
-    tables = make_workers(strategy, n, partial(make_table, sparse=False), make_optimizer, mean)
-    layers = make_workers(strategy, n, make_layers, make_momentum, mean)
-    for number in range(STEPS):
-        for rank, models in enumerate(zip(tables.models, layers.models, strict=True)):
-            for model in models:
-                model.zero_grad()
-            lookup_loss(*models, rank, number).backward()
-        for workers in (tables, layers):
-            if strategy != COCOD:
-                for model, optimizer in zip(workers.models, workers.optimizers, strict=True):
-                    count_as_zero(model, optimizer)
-            workers.step()
-            workers.record()
-    for workers in (tables, layers):
-        workers.synchronize()
-        workers.record()
-    return np.concatenate([tables.trajectory, layers.trajectory], axis=2)
+def sparse_adam(kind: type[SparseAdam]) -> MakeOptimizer:
+    return lambda table: kind(list(table.parameters()), lr=0.01)
 
 
 # Parameters that come and go.
@@ -378,8 +336,12 @@ USES: list[Use] = [
     Use("sparse gradients, `sparse_as_dense=True`", **sparse_gradients(as_dense=True)),
     Use(
         "SparseAdam for an embedding, another optimizer for the rest",
-        run=sparse_adam,
-        expected=simulate_sparse_adam,
+        **Pair(
+            (partial(make_table, sparse=True), make_layers),
+            (partial(make_table, sparse=False), make_layers),
+            ((sparse_adam(SparseAdam), sparse_adam(DenseSparseAdam)), (make_momentum,) * 2),
+            ((lookup_loss, [0, 1]),),
+        ).sides,
     ),
     Use("parameters without a gradient on some ranks or steps", **Script(loss=a_part).sides),
     Use("a rank that skips `backward()` in some steps", **Script(loss=not_on_rank_1).sides),

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import horovod.torch as stock
 import numpy as np
 import torch
 from problem import batch, loss_of, make_model, weights_of
@@ -14,6 +15,7 @@ from serial import Change, accumulating, make_workers, total
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 from uses import STRATEGIES, Use
 from uses_common import (
     COCOD,
@@ -25,6 +27,7 @@ from uses_common import (
     PROCESS_SETS,
     STEPS,
     Array,
+    Pair,
     Script,
     clear,
     make_float32,
@@ -33,21 +36,143 @@ from uses_common import (
     nothing,
     wrap,
 )
-from uses_models import (
-    LOSSES,
-    Tied,
-    adasum,
-    autocast_loss,
-    checkpointed_loss,
-    compiled,
-    compressed,
-    compression_tolerance,
-    in_groups,
-    mixed,
-    simulate_mixed,
-)
 
 import hvd_pipe.torch as hvd
+
+# Models: of several dtypes, compiled, with recomputed or shared parts, in autocast.
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Mixed(nn.Module):
+    """A linear map of each dtype; they share nothing, so that each has its own dtype's errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(13)
+        self.maps = nn.ModuleList(nn.Linear(6, 3).to(dtype) for dtype in DTYPES)
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        return [next(each.parameters()).dtype for each in self.maps]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        parts = [
+            each(inputs.to(dtype)) for each, dtype in zip(self.maps, self.dtypes, strict=True)
+        ]
+        return torch.stack([part.double() for part in parts])
+
+
+def mixed_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    inputs, targets = batch(rank, step)
+    return nn.functional.mse_loss(model(inputs), targets.expand(len(DTYPES), -1, -1))
+
+
+def mixed(strategy: str) -> Array:
+    """In units of the dtype's precision: what a rounding of a weight near 1 may change."""
+    model = Mixed()
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        for p in model.parameters():
+            assert p.grad is None or p.grad.dtype == p.dtype
+        return mixed_loss(model, rank, step)
+
+    return Script(make=lambda: model, loss=loss).run(strategy) / precisions(model)
+
+
+def simulate_mixed(strategy: str, n: int) -> Array:
+    """The same model, all of it in float64."""
+    weights = Script(make=lambda: Mixed().double(), loss=mixed_loss).expected(strategy, n)
+    return weights / precisions(Mixed())
+
+
+def precisions(model: nn.Module) -> Array:
+    return np.concatenate(
+        [np.full(p.numel(), torch.finfo(p.dtype).eps) for p in model.parameters()]
+    )
+
+
+def compiled(strategy: str) -> Array:
+    torch.compiler.reset()
+    make: Any = partial(torch.compile, make_model(), backend="aot_eager")
+    return Script(make=make).run(strategy)
+
+
+def checkpointed_loss(model: nn.Module, rank: int, step: int, use_reentrant: bool) -> torch.Tensor:
+    assert isinstance(model, nn.Sequential)
+    inputs, targets = batch(rank, step)
+    hidden = checkpoint(model[1:4], model[0](inputs), use_reentrant=use_reentrant)
+    return nn.functional.mse_loss(model[4](hidden), targets)
+
+
+def autocast_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_of(model, rank, step)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(14)
+        self.first, self.last = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+        self.last.weight = self.first.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(inputs)))[:, :3]
+
+
+# How gradients are reduced.
+
+
+def adasum(strategy: str) -> Array:
+    """Beside stock Horovod's own."""
+    ours = Script(arguments={"op": hvd.Adasum}).run(strategy)
+    model = make_model()
+    optimizer = stock.DistributedOptimizer(
+        make_momentum(model), model.named_parameters(), op=stock.Adasum
+    )
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), number).backward()
+        optimizer.step()
+        np.testing.assert_allclose(ours[number], weights_of(model), rtol=0, atol=1e-12)
+    return ours
+
+
+def in_groups(strategy: str, groups: Callable[[list[nn.Parameter]], Any]) -> Array:
+    model = make_model()
+    arguments = {"groups": groups(list(model.parameters()))}
+    return Script(make=lambda: model, arguments=arguments).run(strategy)
+
+
+LARGEST_GRADIENT = 0.8
+LOSSES = {"fp16": 3 * 2.0**-11, "int8": 2 / 254}
+"""What a compressor may lose of a gradient, as a part of the largest one in a message.
+
+float16: one rounding of each worker's, one of the sum, one of the average. Codecs: one of each
+worker's and one of the average.
+"""
+
+
+def compressed(strategy: str, kind: str) -> Array:
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        for p in model.parameters():
+            assert p.grad is None or float(p.grad.abs().max()) < LARGEST_GRADIENT
+        return loss_of(model, rank, step)
+
+    arguments = {"compression": getattr(hvd.Compression, kind)}
+    return Script(make_optimizer=make_sgd, loss=loss, arguments=arguments).run(strategy)
+
+
+def compression_tolerance(kind: str) -> float:
+    """The sum of the errors of all updates; the descent does not make them larger.
+
+    Under CoCoD it is models that lose as much: of a round, a part of what it moved the model by,
+    which is the updates in it.
+    """
+    return STEPS * 0.05 * LOSSES[kind] * LARGEST_GRADIENT
 
 
 def rows(model: nn.Module, optimizer: Any, step: Callable[[int], object]) -> Array:
@@ -66,6 +191,12 @@ def rows(model: nn.Module, optimizer: Any, step: Callable[[int], object]) -> Arr
 
 def schedule(model: nn.Module, optimizer: Any, number: int) -> None:
     model.schedule = LambdaLR(optimizer, lambda step: 0.6 ** (step // 2))  # type: ignore[assignment]
+
+
+def make_scheduled(model: nn.Module) -> Optimizer:
+    optimizer = make_momentum(model)
+    schedule(model, optimizer, -1)
+    return optimizer
 
 
 def end_epoch(model: Any, optimizer: Any, number: int) -> None:
@@ -220,40 +351,35 @@ def make_lbfgs(model: nn.Module) -> Optimizer:
     return LBFGS(model.parameters(), lr=0.3, **options)  # its search compares losses
 
 
-def with_lbfgs(strategy: str) -> Array:
-    model = make_model()
-    optimizer = wrap(model, make_lbfgs(model), strategy)
-    records = []
-
+def train_by_lbfgs(model: nn.Module, optimizer: Any, loss: Callable[[], torch.Tensor]) -> Array:
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = loss_of(model, hvd.rank(), 0)
-        loss.backward()
-        return loss
+        found = loss()
+        found.backward()
+        return found
 
+    records = []
     for _ in range(STEPS):
         optimizer.step(closure)
         records.append(weights_of(model))
     return np.array(records)
 
 
+def with_lbfgs(strategy: str) -> Array:
+    model = make_model()
+    optimizer = wrap(model, make_lbfgs(model), strategy)
+    return train_by_lbfgs(model, optimizer, lambda: loss_of(model, hvd.rank(), 0))
+
+
 def simulate_lbfgs(strategy: str, n: int) -> list[Array]:
     """One process that has all workers' data."""
     assert strategy == MERGED
     model = make_model()
-    optimizer = make_lbfgs(model)
-    records = []
 
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = torch.stack([loss_of(model, rank, 0) for rank in range(n)]).mean()
-        loss.backward()
-        return loss
+    def loss() -> torch.Tensor:
+        return torch.stack([loss_of(model, rank, 0) for rank in range(n)]).mean()
 
-    for _ in range(STEPS):
-        optimizer.step(closure)
-        records.append(weights_of(model))
-    return [np.array(records)] * n
+    return [train_by_lbfgs(model, make_lbfgs(model), loss)] * n
 
 
 # Two optimizers: a generator of six numbers out of two, and a discriminator.
@@ -282,50 +408,11 @@ def fool(generator: nn.Module, discriminator: nn.Module, rank: int, step: int) -
     return nn.functional.softplus(-discriminator(generator(noise[:, :2]))).mean()
 
 
-def adversarial(strategy: str, freeze: bool) -> Array:
-    generator, discriminator = make_generator(), make_discriminator()
-    optimizers = [
-        hvd.DistributedOptimizer(
-            make_momentum(model), model.named_parameters(prefix=prefix), strategy=strategy
-        )
-        for model, prefix in ((generator, "generator"), (discriminator, "discriminator"))
-    ]
-    records = []
-    for number in range(STEPS):
-        optimizers[1].zero_grad()
-        judge(generator, discriminator, hvd.rank(), number).backward()
-        optimizers[1].step()
-        discriminator.requires_grad_(not freeze)
-        optimizers[0].zero_grad()
-        fool(generator, discriminator, hvd.rank(), number).backward()
-        optimizers[0].step()
-        discriminator.requires_grad_(True)
-        records.append([*weights_of(generator), *weights_of(discriminator)])
-    if not freeze:
-        optimizers[1].zero_grad()  # what the generator's loss has left
-    for optimizer in optimizers:
-        optimizer.synchronize()
-    records.append([*weights_of(generator), *weights_of(discriminator)])
-    return np.array(records)
-
-
-def simulate_adversarial(strategy: str, n: int) -> Array:
-    generators = make_workers(strategy, n, make_generator, make_momentum)
-    discriminators = make_workers(strategy, n, make_discriminator, make_momentum)
-    pairs = list(zip(generators.models, discriminators.models, strict=True))
-    for number in range(STEPS):
-        for workers, loss in ((discriminators, judge), (generators, fool)):
-            for rank, (generator, discriminator) in enumerate(pairs):
-                generator.zero_grad()
-                discriminator.zero_grad()
-                loss(generator, discriminator, rank, number).backward()
-            workers.step()
-        generators.record()
-        discriminators.record()
-    for workers in (generators, discriminators):
-        workers.synchronize()
-        workers.record()
-    return np.concatenate([generators.trajectory, discriminators.trajectory], axis=2)
+def adversarial(freeze: bool) -> dict[str, Any]:
+    """A discriminator and a generator in turn."""
+    makes = (make_generator, make_discriminator)
+    optimizers = ((make_momentum, make_momentum),) * 2
+    return Pair(makes, makes, optimizers, ((judge, [1]), (fool, [0])), freeze).sides
 
 
 # Process sets.
@@ -365,6 +452,10 @@ USES: list[Use] = [
     Use(
         "a learning-rate schedule made after wrapping",
         **Script(setup=schedule, after=end_epoch).sides,
+    ),
+    Use(
+        "a learning-rate schedule made before wrapping",
+        **Script(make_optimizer=make_scheduled, after=end_epoch).sides,
     ),
     Use(
         "gradient clipping: `synchronize()`, clip, `step()` in `skip_synchronize()`",
@@ -430,13 +521,11 @@ USES: list[Use] = [
     ),
     Use(
         "two optimizers, as for a GAN; the other model is frozen",
-        run=partial(adversarial, freeze=True),
-        expected=simulate_adversarial,
+        **adversarial(freeze=True),
     ),
     Use(
         "two optimizers, as for a GAN; the other model is not frozen",
-        run=partial(adversarial, freeze=False),
-        expected=simulate_adversarial,
+        **adversarial(freeze=False),
     ),
     Use(
         "`process_set`",

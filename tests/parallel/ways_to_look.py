@@ -22,13 +22,8 @@ import hvd_pipe.torch as hvd
 class Script:
     """A training script, between two of its steps.
 
-    Args:
-        model: A small network, in float64.
-        optimizer: Of its parameters.
-        kept: The parameters, in a list that the script has made at the start.
-        aliases: Tensors and arrays over the memory of some of them, where a way keeps these.
-        log: What was read: numbers.
-        models: Copies that are trained along.
+    ``kept`` are the parameters, ``aliases`` what lies over their memory, ``models`` copies that
+    are trained along; ``log`` is what was read.
     """
 
     model: nn.Module

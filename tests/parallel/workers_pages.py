@@ -197,11 +197,6 @@ def _loop(text: str) -> Arrays:
     return _weights(names)
 
 
-def _local_steps(text: str) -> Arrays:
-    names = execute(text, _start(), _train)
-    return _weights(names)
-
-
 _tutorial: Names = {}
 """What the blocks of the tutorial leave for those that follow."""
 
@@ -263,7 +258,7 @@ BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "docs/cocod.md python 0": _unequal_speed,
     "docs/strategies.md python 1": _automatic,
     "docs/migration.md python 2": _optimizer,
-    "docs/migration.md python 3": _local_steps,
+    "docs/migration.md python 3": _changed_line,
     "docs/tutorial.md python 0": _script,
     "docs/tutorial.md python 1": _renewed,
     "docs/tutorial.md python 2": _renewed,
