@@ -147,9 +147,9 @@ class BucketSet:
         self.parameters, self._names = settings.parameters, settings.names
         self._reduction, self._last_frozen = settings.reduction, settings.frozen
         self._tag = f"{settings.tag}.{suffix}"
-        known = None if settings.sparse_as_dense else settings.sparse
-        self.sparse = SparseGradients(self.parameters, self._reduction, self._tag, known)
-        dense = [[index for index in group if index not in (known or ())] for group in groups]
+        self.sparse = SparseGradients(settings, self._tag)
+        alone = self.sparse.alone
+        dense = [[index for index in group if index not in alone] for group in groups]
         dense = [group for group in dense if group] or [[]]
         self.buckets: list[Bucket] = []
         for i, group in enumerate(dense):
@@ -171,8 +171,6 @@ class BucketSet:
         self._left: dict[int, torch.Tensor | None] = {}
         self.frozen: set[int] = set()
         """Indices of the parameters that got no gradient in this round as they do not train."""
-        self.as_dense: set[int] = set()
-        """Indices of this round's gradients that are sparse, and travel as dense ones."""
         self.flags = self._own = ControlFlags()
         """The means of all ranks' control flags, after a `wait`."""
         self._restored = False
@@ -191,7 +189,12 @@ class BucketSet:
     @property
     def stale(self) -> bool:
         """Whether buckets hold room for gradients that are known to be sparse by now."""
-        return any(index in self.slots for index in self.sparse.known or ())
+        return any(index in self.slots for index in self.sparse.alone)
+
+    @property
+    def as_dense(self) -> set[int]:
+        """Indices of the gradients that some rank knows as sparse, and that travel as dense."""
+        return self.sparse.known if self.sparse.as_dense else set()
 
     @property
     def last_message(self) -> Message:
@@ -206,7 +209,7 @@ class BucketSet:
     @property
     def compares(self) -> bool:
         """Whether this rank has told of what all ranks must compare after this round."""
-        return bool(self._own.changed or self._own.frozen)
+        return bool(self._own.changed or self._own.frozen or self._own.sparse)
 
     @property
     def is_whole(self) -> bool:
@@ -231,7 +234,7 @@ class BucketSet:
         self.completed.append(index)
         gradient, slot = self.parameters[index].grad, self.slots.get(index)
         assert gradient is not None
-        travels_alone = gradient.is_sparse and sparse.known is not None
+        travels_alone = gradient.is_sparse and not sparse.as_dense
         if travels_alone:
             sparse.add(index, gradient)
         elif slot is None:
@@ -243,8 +246,8 @@ class BucketSet:
             view.zero_()
         else:
             self._fill(index, view, gradient)
-            if gradient.is_sparse:
-                self.as_dense.add(index)
+            if gradient.is_sparse and index not in sparse.known:
+                sparse.found[index] = gradient
         if bucket.fill():
             timeline.active.ready(bucket.name)
             if bucket is not self.buckets[-1]:
@@ -357,7 +360,7 @@ class BucketSet:
             bucket.wait()
         trace.waited(begun, self._tag)
         self.flags, self._restored = self.mean_flags(), False
-        if self.flags.sparse != 0.0:
+        if self.flags.sparse != 0.0 and (self.all_present or not self.sparse.as_dense):
             self.sparse.agree()
         if self.flags.frozen != 0.0:
             lines = [("a frozen parameter", self._names[i]) for i in sorted(self.frozen)]
@@ -417,7 +420,7 @@ class BucketSet:
         """Block until all gradients are here; sends nothing, and leaves `wait` to be called."""
         self.complete_buckets()
         self.sparse.complete()
-        if self.sparse.known is not None and self.mean_flags().sparse != 0.0:
+        if not self.sparse.as_dense and self.mean_flags().sparse != 0.0:
             raise HvdPipeError(
                 "the first sparse gradients are on their way: save a state two steps later, or "
                 "after optimizer.synchronize()."
@@ -467,7 +470,6 @@ class BucketSet:
     def end_round(self) -> None:
         """Forget what was unusual about the gradients of this round: they have been applied."""
         self._left, self.is_dropped = {}, False
-        self.as_dense.clear()
         self.frozen.clear()
         self.sparse.gathered = {}
 
@@ -496,50 +498,52 @@ def _in_place_of(held: torch.Tensor | None, gradient: torch.Tensor) -> torch.Ten
 
 
 class SparseGradients:
-    """The sparse gradients of one round; ``known`` on all ranks, None to send them as dense.
+    """The sparse gradients of one round, ``known`` on all ranks.
 
     They travel as they are: every rank gathers all ranks' indices and values. A parameter shows
     only by its first gradient that it is sparse, and a rank that computed none cannot know: a
     control flag says that some rank has found one, and all ranks agree and gather after that
     round. Later buckets have no room for it.
+
+    Those that travel ``as_dense`` stay in their buckets. Once known, they are sparse on all ranks
+    before the update, which else differed in its last bits.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        reduction: Reduction,
-        tag: str,
-        known: set[int] | None,
-    ) -> None:
-        self._parameters, self._reduction, self._tag = parameters, reduction, tag
-        self.known = known
+    def __init__(self, settings: Settings, tag: str) -> None:
+        self._parameters, self._reduction, self._tag = settings.parameters, settings.reduction, tag
+        self.as_dense = settings.sparse_as_dense
+        self.known = settings.known_as_dense if self.as_dense else settings.sparse
         self._gathers: dict[int, _Gather] = {}
         self.found: dict[int, torch.Tensor] = {}
         """This rank's gradients of which the others do not know, by index."""
         self.gathered: dict[int, torch.Tensor] = {}
         """The reduced gradients, by index."""
 
+    @property
+    def alone(self) -> set[int]:
+        """Indices of the gradients that are in no bucket."""
+        return set() if self.as_dense else self.known
+
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Take a gradient of this rank; send it if the others know of it."""
-        if index in (self.known or ()):
+        if index in self.known:
             self._send(index, gradient)
         else:
             self.found[index] = gradient.detach()  # whoever holds it is shown something else
 
     def flush(self) -> None:
         """Take part in all gathers that are known of."""
-        for index in sorted(self.known or ()):
+        for index in sorted(self.alone):
             if index not in self._gathers:
                 self._send(index, None)
 
     def agree(self) -> None:
         """Gather what some rank has found; all ranks call this in the same round."""
-        if self.known is None:
-            return
-        found = sorted(index for index in self.found if index not in self._gathers)
-        lists = gather(found, f"{self._tag}.sparse", self._reduction.process_set)
+        lists = [found := sorted(self.found.keys() - self._gathers.keys())]
+        if not self._reduction.alone:
+            lists = gather(found, f"{self._tag}.sparse", self._reduction.process_set)
         indices = sorted({index for one in lists for index in one})
-        for index in indices:
+        for index in () if self.as_dense else indices:
             self._send(index, self.found.get(index))
         self.known.update(indices)
         self.found.clear()
@@ -638,7 +642,7 @@ def restore_gradients(buckets: BucketSet, gradients: Sequence[torch.Tensor | Non
     """Make these the result of the last round, as `gradients_of` returned them."""
     buckets.forget_flags()
     for index, gradient in enumerate(gradients):
-        if gradient is not None and gradient.is_sparse and buckets.sparse.known is not None:
+        if gradient is not None and gradient.is_sparse and not buckets.sparse.as_dense:
             buckets.sparse.gathered[index] = gradient
         elif index in buckets.slots:
             view = buckets.slots[index][1]

@@ -96,7 +96,7 @@ class ControlFlags:
     def are_unlike(self, workers: int) -> bool:
         """Whether ranks compare something, or are told, before any weight moves."""
         told = self.changed != 0.0 or self.frozen != 0.0 or self.unlike_passes
-        return told or self.some_stepped(workers)
+        return told or self.sparse != 0.0 or self.some_stepped(workers)
 
     def _divided(self, mean: float, workers: int) -> bool:
         half = 0.5 / workers
