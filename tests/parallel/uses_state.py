@@ -69,31 +69,29 @@ class Tokens(nn.Module):
         return self.last(torch.tanh(self.hidden(rows)))
 
 
-def tokens_of(rank: int, number: int, everywhere: bool = False) -> torch.Tensor | None:
+def tokens_of(rank: int, number: int) -> torch.Tensor | None:
     """Of a batch: none on rank 0 in three steps, the first included, and none at all in one."""
-    if not everywhere and (number == 7 or (rank == 0 and number in (0, 3))):
+    if number == 7 or (rank == 0 and number in (0, 3)):
         return None
     return (batch(rank, number)[0][:, 0].abs() * 10).long() % 20
 
 
-def tokens_loss(
-    model: nn.Module, rank: int, number: int, everywhere: bool = False
-) -> torch.Tensor:
+def tokens_loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
     assert isinstance(model, Tokens)
-    (inputs, targets), tokens = batch(rank, number), tokens_of(rank, number, everywhere)
+    (inputs, targets), tokens = batch(rank, number), tokens_of(rank, number)
     rows = inputs[:, :4] if tokens is None else model.table(tokens)
     return nn.functional.mse_loss(model(rows), targets)
 
 
 def sparse_gradients(as_dense: bool) -> dict[str, Any]:
-    """The ranks' table is sparse, the reference's is dense: SGD makes the same of both.
-
-    With ``sparse_as_dense`` all ranks have tokens: where one has none, replicas of merged-gradient
-    are near the equation (1e-12), but not equal in their last bits.
-    """
-    loss = partial(tokens_loss, everywhere=as_dense)
+    """The ranks' table is sparse, the reference's is dense: SGD makes the same of both."""
     ours, dense = (
-        Script(make=partial(Tokens, sparse), make_optimizer=make_sgd, loss=loss, arguments=given)
+        Script(
+            make=partial(Tokens, sparse),
+            make_optimizer=make_sgd,
+            loss=tokens_loss,
+            arguments=given,
+        )
         for sparse, given in ((True, {"sparse_as_dense": as_dense}), (False, {}))
     )
     return {"run": ours.run, "expected": dense.expected}

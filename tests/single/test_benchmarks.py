@@ -13,9 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import contestants
-import convergence
 import convergence_rank
-import convergence_report
 import models
 import published_models
 import throughput
@@ -24,8 +22,6 @@ import throughput_report as report
 from kill_loop_check import KINDS, Outcome, Run, named_by_launcher, named_by_ranks, schedule
 from soak import Moment
 from soak import Run as Soak
-
-from hvd_pipe.strategy import parse
 
 MIB = 2**20
 COMPUTE_S, COMM_S = 0.12, 0.48
@@ -110,16 +106,6 @@ def test_workers_of_the_study_of_convergence_share_one_batch(workers: int) -> No
     shares = [data.share(7, 3, 16, one, workers) for one in range(workers)]
     for part in (0, 1):
         assert torch.equal(torch.cat([share[part] for share in shares]), whole[part])
-
-
-def test_the_study_of_convergence() -> None:
-    mean, reach = convergence_report.interval([1.0, 2.0, 3.0])  # Student's
-    assert (mean, reach) == pytest.approx((2.0, 4.303 / 3**0.5))
-    for task in convergence.TASKS.values():
-        for contestant in task.contestants:
-            name = contestant.partition("+")[0]
-            if name.partition(":")[0] not in convergence.OTHERS:
-                parse(name)
 
 
 def test_the_soak_names_what_grows_and_what_is_unlike() -> None:

@@ -70,7 +70,7 @@ def test_gradients_move_into_the_buckets_whatever_they_were() -> None:
     assert some[3].grad is not None
     assert some[3].grad.is_sparse
     assert buckets.buckets[0].flat.tolist() == [4, 4, 4, 3]
-    flags = ControlFlags(reordered=1.0, whole=1.0).to_list()
+    flags = ControlFlags(reordered=1.0, sparse=1.0, whole=1.0).to_list()
     assert buckets.buckets[1].flat.tolist() == [1] * 6 + [0] * 4 + flags
 
 

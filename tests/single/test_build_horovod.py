@@ -170,34 +170,6 @@ def test_a_cached_wheel_is_compared_with_its_sum(
     assert "building it again" in capsys.readouterr().out
 
 
-def test_one_recipe_builds_for_torch_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The GPU check's: Gloo, NCCL and PyTorch."""
-    seen: dict[str, str] = {}
-
-    def command(
-        _: str, words: list[object], *__: object, env: dict[str, str], **___: Path
-    ) -> None:
-        seen.update(env)
-        Path(str(words[-1])).mkdir()
-        (Path(str(words[-1])) / "horovod-0.whl").write_bytes(b"built")
-
-    monkeypatch.setattr(recipe, "fetch_source", lambda folder, archive: folder / archive)
-    monkeypatch.setattr(recipe, "run", command)
-    monkeypatch.setattr(recipe, "apply", lambda *_: None)
-    monkeypatch.setattr(system, "cuda_home", lambda: Path("/cuda"))
-    monkeypatch.setenv("HOROVOD_NCCL_HOME", "/nccl")
-    features = Features("2.13.0", None, mpi=False, cuda=True)
-    wheel = recipe.build(tmp_path / "key", features, Path("local.tar.gz"))
-    wanted = ("WITHOUT_MPI", "WITH_GLOO", "WITH_PYTORCH", "WITHOUT_TENSORFLOW", "WITHOUT_MXNET")
-    assert all(seen.get(f"HOROVOD_{name}") == "1" for name in wanted)
-    assert seen["HOROVOD_CUDA_HOME"] == "/cuda"
-    assert seen["HOROVOD_GPU_OPERATIONS"] == "NCCL"
-    assert wheel.read_bytes() == b"built"
-    assert recipe.cached_wheel(tmp_path / "key") == wheel
-
-
 def test_the_key_names_all_that_a_wheel_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wheels lie outside of checkouts under it, for years."""
     answers = {"mpirun": "mpirun (Open MPI) 4.1.4", "c++": "c++ 12.2.0", "nvcc": "nvcc 13.0"}

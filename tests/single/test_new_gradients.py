@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,58 +12,21 @@ from torch import nn
 
 from hvd_pipe.torch.parameters import NewGradients
 
-
-def _assigned(p: nn.Parameter) -> None:
-    p.grad = torch.zeros(3)
-
-
-def _in_place(p: nn.Parameter) -> None:
-    assert p.grad is not None
-    p.grad.copy_(torch.ones(3))
-
-
-def _zeroed(p: nn.Parameter) -> None:
-    assert p.grad is not None
-    p.grad.zero_()
+CHANGES: dict[str, tuple[Callable[[Any], object], bool]] = {
+    "assigned": (lambda p: setattr(p, "grad", torch.zeros(3)), True),
+    "in place": (lambda p: p.grad.copy_(torch.ones(3)), True),
+    "sparse": (lambda p: setattr(p, "grad", torch.ones(3).to_sparse()), True),
+    "zeroed": (lambda p: p.grad.zero_(), False),
+    # As docs/pytorch.md says: nothing tells them from cleared ones.
+    "zeros in place": (lambda p: p.grad.copy_(torch.zeros(3)), False),
+    "cleared": (lambda p: setattr(p, "grad", None), False),
+    "by data": (lambda p: p.grad.data.copy_(torch.ones(3)), False),
+    "nothing": (lambda _: gc.collect(), False),
+}
 
 
-def _zeros_in_place(p: nn.Parameter) -> None:
-    """As docs/pytorch.md says: nothing tells them from cleared ones."""
-    assert p.grad is not None
-    p.grad.copy_(torch.zeros(3))
-
-
-def _cleared(p: nn.Parameter) -> None:
-    p.grad = None
-
-
-def _by_data(p: nn.Parameter) -> None:
-    assert p.grad is not None
-    p.grad.data.copy_(torch.ones(3))
-
-
-def _nothing(_: nn.Parameter) -> None:
-    gc.collect()
-
-
-def _sparse(p: nn.Parameter) -> None:
-    p.grad = torch.ones(3).to_sparse()
-
-
-@pytest.mark.parametrize(
-    ("change", "new"),
-    [
-        (_assigned, True),
-        (_in_place, True),
-        (_sparse, True),
-        (_zeroed, False),
-        (_zeros_in_place, False),
-        (_cleared, False),
-        (_by_data, False),
-        (_nothing, False),
-    ],
-)
-def test_what_is_new(change: Callable[[nn.Parameter], None], new: bool) -> None:
+@pytest.mark.parametrize(("change", "new"), CHANGES.values(), ids=CHANGES)
+def test_what_is_new(change: Callable[[Any], object], new: bool) -> None:
     """A gradient that lies in a bucket, as after a step, with ones that were applied."""
     parameter, gradients = nn.Parameter(torch.zeros(3)), NewGradients()
     parameter.grad = torch.full((5,), 2.0)[:3]

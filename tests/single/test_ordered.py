@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import threading
 import time
@@ -81,17 +80,6 @@ class Fake(Message):
 
 def sender_of(wire: Wire, count: int) -> Sender:
     return Sender([Fake(wire, i) for i in range(count)], torch.device("cpu"))
-
-
-@pytest.mark.parametrize("readiness", [*itertools.permutations(range(4))])
-def test_the_order_is_fixed_whatever_is_ready_first(readiness: Sequence[int]) -> None:
-    wire = Wire(at_once=True)
-    sender = sender_of(wire, 4)
-    for i in readiness:
-        sender.ready(i)
-    sender.wait(range(4))
-    assert wire.left == [0, 1, 2, 3]
-    sender.close()
 
 
 def test_nothing_overtakes_what_is_not_ready() -> None:

@@ -170,26 +170,6 @@ def test_a_graph_of_the_users_own_tracer_keeps_its_layers() -> None:
     assert torch.equal(traced.graph_module(x), model(x))
 
 
-class _Asserting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        torch._assert((y < 100.0).all(), "too large")
-        return self.b(y)
-
-
-def test_a_call_that_checks_something_is_a_layer() -> None:
-    """Nobody uses what it returns, and a stage must make it."""
-    model, x = _Asserting(), torch.ones(2, 4)
-    traced = trace(model, (x,))
-    assert [layer.name for layer in traced.layers][-2:] == ["_assert", "b"]
-    with pytest.raises(AssertionError, match="too large"):
-        traced.graph_module(torch.full((2, 4), 1e6))
-
-
 def test_stages_of_the_user() -> None:
     class First(nn.Module):
         def __init__(self) -> None:
@@ -231,26 +211,116 @@ def test_in_place_stages_of_the_user() -> None:
 # Layers.
 
 
-def test_names() -> None:
-    assert names_of(trace(*made("plain"))) == [
-        "features.0", "features.1..features.2", "features.3", "features.4", "features.5",
-        "max_pool2d", "view", "norm", "dropout", "dropout_1", "classifier", "mul", "add", "add_1",
-    ]  # fmt: skip
-    traced = trace(*made("residual"))
-    assert names_of(traced)[:3] == ["stem..relu_", "blocks.0.conv1", "blocks.0.bn1..blocks.0.relu"]
-    assert ("stem..relu_", "blocks.0.conv1") in traced.edges
+class Asserting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        torch._assert((y < 100.0).all(), "too large")
+        return self.b(y)
 
 
-@pytest.mark.parametrize(
-    ("name", "joined"),
-    [
-        ("tied", "embedding..head"),
-        ("twice", "shared..norm_1"),
-        ("transformer", "expand..cat"),  # the class token's parameter is needed where it is used
-    ],
-)
-def test_what_shares_a_parameter_is_one_layer(name: str, joined: str) -> None:
-    assert joined in names_of(trace(*made(name)))
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x) + self.seen[0]
+        self.seen[0].add_(1.0)
+        x = self.b(x)
+        return self.c(x) * self.seen[0]
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
+        self.register_buffer("mask", torch.eye(3).bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) @ torch.zeros_like(self.mask, dtype=x.dtype).masked_fill_(self.mask, 2)
+        return x
+
+
+class Bridge(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.inner, self.side = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.shared(x)
+        return self.side(a) + self.shared(self.inner(a))
+
+
+class Changes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        early = y * 1.0  # what the next line changes through a view
+        y.view(-1).mul_(2.0)
+        return self.b(early.cos()) + y.cos()
+
+
+class Quiet(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x * 2
+
+
+LAYERS: dict[str, tuple[nn.Module, tuple[Tensor, ...], list[str]]] = {
+    "a chain": (
+        *made("plain"),
+        ["features.0", "features.1..features.2", "features.3", "features.4", "features.5"],
+    ),
+    "in-place activations": (
+        *made("residual"),
+        ["stem..relu_", "blocks.0.conv1", "blocks.0.bn1..blocks.0.relu"],
+    ),
+    "a weight at both ends": (*made("tied"), ["embedding..head"]),
+    "a module called twice": (*made("twice"), ["first", "shared..norm_1"]),
+    "a class token": (*made("transformer"), ["embedding", "expand..cat"]),
+    "what nobody uses": (Asserting(), (torch.ones(2, 4),), ["a", "lt", "all_1", "_assert", "b"]),
+    "a buffer that is changed": (Counts(), (torch.randn(4, 3),), ["a", "add..mul"]),
+    "a mask filled from a buffer": (
+        Masked(),
+        (torch.ones(2, 3),),
+        ["layers.0", "zeros_like..matmul"],
+    ),
+    "between two calls": (
+        Bridge(),
+        (torch.ones(2, 3),),
+        ["shared..shared_1", "side", "add"],
+    ),
+    "changed through a view": (Changes().double(), (torch.randn(5, 4).double(),), ["a..mul_"]),
+    "untraceable, with a tuple": (*made("branches"), ["before", "odd"]),
+    "attention": (
+        Attention().eval(),
+        (torch.ones(2, 6, 8), torch.ones(6, 6).triu(1).bool()),
+        ["norm", "attention"],
+    ),
+    "no gradient inside": (
+        nn.Sequential(nn.Linear(2, 2), Quiet(), nn.Linear(2, 2)),
+        (torch.ones(2, 2),),
+        ["0", "1", "2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name: str) -> None:
+    """Their names, of the first ones at least; all cuts between them are the model."""
+    model, inputs, names = LAYERS[name]
+    assert names_of(trace(model, inputs))[: len(names)] == names
+    for stages in cut_everywhere(model, inputs):
+        check_equal(model, stages, inputs)
 
 
 def test_a_mask_that_is_only_read_joins_nothing() -> None:
@@ -263,95 +333,6 @@ def test_a_mask_that_is_only_read_joins_nothing() -> None:
     stages = cut(traced, [names[:at], names[at:]], values)
     assert all("causal" in stage.module.state_dict() for stage in stages)
     assert "causal" not in {spec.name for spec in stages[1].inputs}
-
-
-def test_a_buffer_that_is_changed_joins_its_users() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
-            self.register_buffer("seen", torch.zeros(2, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x) + self.seen[0]
-            self.seen[0].add_(1.0)
-            x = self.b(x)
-            return self.c(x) * self.seen[0]
-
-    model, inputs = Counts(), (torch.randn(4, 3),)
-    traced = trace(model, inputs)
-    assert names_of(traced) == ["a", "add..mul"]
-    for stages in cut_everywhere(model, inputs):
-        check_equal(model, stages, inputs)
-
-
-def test_a_mask_that_is_filled_from_a_buffer_joins_nothing() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
-            self.register_buffer("mask", torch.eye(3).bool())
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x) @ torch.zeros_like(self.mask, dtype=x.dtype).masked_fill_(
-                    self.mask, 2
-                )
-            return x
-
-    model, inputs = Masked(), (torch.ones(2, 3),)
-    *_, stages = cut_everywhere(model, inputs)
-    assert len(stages) == 6
-    check_equal(model, stages, inputs)
-
-
-def test_what_lies_between_is_joined() -> None:
-    class Bridge(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared, self.inner, self.side = (nn.Linear(3, 3) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            a = self.shared(x)
-            return self.side(a) + self.shared(self.inner(a))
-
-    traced = trace(Bridge(), (torch.ones(2, 3),))
-    assert names_of(traced) == ["shared..shared_1", "side", "add"]
-    assert {n.name for n in traced.layers[0].nodes} == {"shared", "inner", "shared_1"}
-
-
-def test_a_tensor_changed_in_place_is_seen_as_in_the_model() -> None:
-    class Changes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.a(x)
-            early = y * 1.0  # what the next line changes through a view
-            y.view(-1).mul_(2.0)
-            return self.b(early.cos()) + y.cos()
-
-    model, inputs = Changes().double(), (torch.randn(5, 4).double(),)
-    assert "a..mul_" in names_of(trace(model, inputs))
-    for stages in cut_everywhere(model, inputs):
-        check_equal(model, stages, inputs)
-
-
-def test_submodules_that_cannot_be_traced_are_layers() -> None:
-    assert "odd" in names_of(trace(*made("branches")))
-    inputs = (torch.ones(2, 6, 8), torch.ones(6, 6).triu(1).bool())
-    assert names_of(trace(Attention(), inputs))[:2] == ["norm", "attention"]
-
-    class Quiet(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                return x * 2
-
-    row = nn.Sequential(nn.Linear(2, 2), Quiet(), nn.Linear(2, 2))
-    traced = trace(row, (torch.ones(2, 2),))
-    assert names_of(traced) == ["0", "1", "2"]
-    assert traced.layers[1].nodes[0].op == "call_module"
 
 
 class Untraceable(nn.Module):

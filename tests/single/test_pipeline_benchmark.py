@@ -5,38 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import pipeline_models
 
-from hvd_pipe.planning._search import find_cuts
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-
-
-def test_a_chain_sends_what_crosses_in_the_graph() -> None:
-    graph = ModelProfile.read(pipeline_models.DATA / "gnmt.graph.txt")
-    found = pipeline_models.chain(graph)
-    cuts = find_cuts(graph, 2000)
-    for at in range(1, len(graph.layers)):
-        before = np.arange(len(graph.layers)) < at
-        [same] = np.flatnonzero((cuts.members == before).all(axis=1))
-        assert found.layers[at - 1].activation_bytes == cuts.crossing[same]
-    assert found.edges is None
-    assert found.compute_s == pytest.approx(graph.compute_s)
-
-
-def test_totals_are_scaled_and_messages_with_the_gradients() -> None:
-    whole = pipeline_models.profile("vgg16", batch=128)
-    found = pipeline_models.scaled(whole, 0.12, 3 * 2**20)
-    assert found.compute_s == pytest.approx(0.12)
-    assert found.gradient_bytes().sum() == pytest.approx(3 * 2**20, rel=1e-4)
-    factor = found.gradient_bytes().sum() / whole.gradient_bytes().sum()
-    for one, other in zip(found.layers, whole.layers, strict=True):
-        assert one.activation_bytes % (4 * 128) == 0
-        assert one.activation_bytes == pytest.approx(other.activation_bytes * factor, abs=4 * 128)
 
 
 class Clock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +17,8 @@ from hvd_pipe.units import (
     parse_seconds,
 )
 
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
+READ = {
+    parse_bytes: [
         ("25MB", 25_000_000),
         ("64MiB", 64 * 2**20),
         ("0", 0),
@@ -28,15 +28,7 @@ from hvd_pipe.units import (
         ("1e6", 10**6),
         ("0.1GB", 10**8),
     ],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
-    assert isinstance(parse_bytes(text), int)
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [
+    parse_bandwidth: [
         ("10gbit", 1.25e9),
         ("10gbit/s", 1.25e9),
         ("10Gbps", 1.25e9),
@@ -47,14 +39,7 @@ def test_sizes(text: str, size: int) -> None:
         ("1000 B/s", 1e3),
         ("10kBit/s", 1250.0),
     ],
-)
-def test_bandwidths(text: str, rate: float) -> None:
-    assert parse_bandwidth(text) == rate
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
+    parse_seconds: [
         ("30us", 30e-6),
         ("30\u00b5s", 30e-6),
         ("30\u03bcs", 30e-6),
@@ -63,14 +48,9 @@ def test_bandwidths(text: str, rate: float) -> None:
         ("0s", 0.0),
         ("0e-999999999s", 0.0),
     ],
-)
-def test_times(text: str, seconds: float) -> None:
-    assert parse_seconds(text) == seconds
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+}
+REFUSED = {
+    parse_bandwidth: [
         ("10GB", r"'10GB' is a size, not a bandwidth: do you mean 10GB/s or 10gbit\?"),
         ("10MiB", r"'10MiB' is a size, not a bandwidth: do you mean 10MiB/s\?"),
         ("10Gb/s", r"may mean bits or bytes: do you mean 10GB/s or 10gbit\?"),
@@ -82,15 +62,7 @@ def test_times(text: str, seconds: float) -> None:
         ("fast", r"'fast' is no bandwidth: it must begin with a number that is not negative"),
         ("10parsec", r"'10parsec' is no bandwidth\. Accepted: 10gbit, 10gbit/s, 10Gbps, 1.25GB/s"),
     ],
-)
-def test_bad_bandwidths(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_bandwidth(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+    parse_bytes: [
         ("25mb", r"'25mb' is no size: do you mean 25MB\?"),
         ("10gbit", r"'10gbit' is no size; that is a rate, or counts bits: a size counts bytes"),
         ("1GB/s", r"'1GB/s' is no size; that is a rate"),
@@ -102,24 +74,29 @@ def test_bad_bandwidths(text: str, message: str) -> None:
         ("1e-999999999MB", r"is no size: its number must be"),
         ("1e19", r"'1e19' is too large: a size is at most 9223372036854775807 bytes"),
     ],
-)
-def test_bad_sizes(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_bytes(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+    parse_seconds: [
         ("30", r"'30' has no unit: add one, such as 30us or 30ms\. Accepted: 30us, 1.5ms, 2s"),
         ("1e400s", r"'1e400s' is no time: its number must be from 1e-30 to 1e\+30"),
         ("30uS", r"'30uS' is no time: do you mean 30us\?"),
         ("5min", r"'5min' is no time\. Accepted"),
     ],
-)
-def test_bad_times(text: str, message: str) -> None:
+}
+
+
+def rows_of(table: dict[Any, list[tuple[str, Any]]]) -> list[tuple[Any, str, Any]]:
+    return [(parse, *row) for parse, rows in table.items() for row in rows]
+
+
+@pytest.mark.parametrize(("parse", "text", "value"), rows_of(READ))
+def test_what_is_read(parse: Any, text: str, value: float) -> None:
+    assert parse(text) == value
+    assert isinstance(parse(text), int if parse is parse_bytes else float)
+
+
+@pytest.mark.parametrize(("parse", "text", "message"), rows_of(REFUSED))
+def test_what_is_refused(parse: Any, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_seconds(text)
+        parse(text)
 
 
 @pytest.mark.parametrize("parse", [parse_bytes, parse_bandwidth, parse_seconds])
@@ -144,16 +121,10 @@ def test_formats(found: str, text: str) -> None:
     assert found == text
 
 
-@given(st.integers(0, 10**15))
-def test_sizes_come_back_to_three_digits(size: int) -> None:
+@given(st.integers(0, 10**15), st.floats(1.0, 1e14), st.floats(1e-9, 1e5))
+def test_what_is_written_comes_back_to_three_digits(
+    size: int, rate: float, seconds: float
+) -> None:
     assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=5.1e-3)
-
-
-@given(st.floats(1.0, 1e14))
-def test_rates_come_back_to_three_digits(rate: float) -> None:
     assert parse_bandwidth(format_rate(rate)) == pytest.approx(rate, rel=5.1e-3)
-
-
-@given(st.floats(1e-9, 1e5))
-def test_times_come_back_to_three_digits(seconds: float) -> None:
     assert parse_seconds(format_seconds(seconds)) == pytest.approx(seconds, rel=5.1e-3)

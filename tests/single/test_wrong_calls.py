@@ -348,40 +348,8 @@ def test_a_plan_file_beside_another_grouping(tmp_path: Path, more: dict[str, int
         )
 
 
-def cleared(parameter: nn.Parameter) -> None:
-    parameter.grad = None
-
-
 def replaced(parameter: nn.Parameter) -> None:
     parameter.grad = torch.zeros_like(parameter)
-
-
-def changed(parameter: nn.Parameter) -> None:
-    nn.utils.clip_grad_norm_([parameter], 0.5)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "change", "applied"),
-    [
-        (MERGED, cleared, 0.0),
-        (MERGED, replaced, 0.0),
-        (MERGED, changed, 0.5),
-        (PIPE, cleared, 0.0),
-        (PIPE, changed, 1.0),  # what is clipped is the average of the step before: there is none
-        (COCOD, cleared, 0.0),
-        (COCOD, replaced, 0.0),
-        (COCOD, changed, 0.5),
-    ],
-)
-def test_gradients_that_are_changed_while_they_travel(
-    strategy: str, change: Callable[[nn.Parameter], None], applied: float
-) -> None:
-    model, optimizer = one_weight(strategy)
-    backward(model)
-    change(model.weight)
-    optimizer.step()
-    optimizer.synchronize()
-    assert -model.weight.item() / LR == pytest.approx(applied)
 
 
 def test_a_gradient_that_is_replaced_where_another_one_is_due() -> None:

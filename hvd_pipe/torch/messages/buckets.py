@@ -147,9 +147,9 @@ class BucketSet:
         self.parameters, self._names = settings.parameters, settings.names
         self._reduction, self._last_frozen = settings.reduction, settings.frozen
         self._tag = f"{settings.tag}.{suffix}"
-        known = None if settings.sparse_as_dense else settings.sparse
-        self.sparse = SparseGradients(self.parameters, self._reduction, self._tag, known)
-        dense = [[index for index in group if index not in (known or ())] for group in groups]
+        self.sparse = SparseGradients(settings, self._tag)
+        alone = self.sparse.alone
+        dense = [[index for index in group if index not in alone] for group in groups]
         dense = [group for group in dense if group] or [[]]
         self.buckets: list[Bucket] = []
         for i, group in enumerate(dense):
@@ -173,8 +173,6 @@ class BucketSet:
         self._left: dict[int, torch.Tensor | None] = {}
         self.frozen: set[int] = set()
         """Indices of the parameters that got no gradient in this round as they do not train."""
-        self.as_dense: set[int] = set()
-        """Indices of this round's gradients that are sparse, and travel as dense ones."""
         self.flags = self._local_flags = ControlFlags()
         """The means of all ranks' control flags, after a `wait`."""
         self._restored = False
@@ -193,7 +191,12 @@ class BucketSet:
     @property
     def stale(self) -> bool:
         """Whether buckets hold room for gradients that are known to be sparse by now."""
-        return any(index in self.slots for index in self.sparse.known or ())
+        return any(index in self.slots for index in self.sparse.alone)
+
+    @property
+    def as_dense(self) -> set[int]:
+        """Indices of the gradients that some rank knows as sparse, and that travel as dense."""
+        return self.sparse.known if self.sparse.as_dense else set()
 
     @property
     def last_message(self) -> Message:
@@ -208,7 +211,7 @@ class BucketSet:
     @property
     def compares(self) -> bool:
         """Whether this rank has reported what all ranks must compare after this round."""
-        return bool(self._local_flags.changed or self._local_flags.frozen)
+        return bool(self._local_flags.changed or self._local_flags.frozen or self._local_flags.sparse)
 
     @property
     def is_whole(self) -> bool:
@@ -233,7 +236,7 @@ class BucketSet:
         self.completed.append(index)
         gradient, slot = self.parameters[index].grad, self.slots.get(index)
         assert gradient is not None
-        travels_alone = gradient.is_sparse and sparse.known is not None
+        travels_alone = gradient.is_sparse and not sparse.as_dense
         if travels_alone:
             sparse.add(index, gradient)
         elif slot is None:
@@ -245,8 +248,8 @@ class BucketSet:
             view.zero_()
         else:
             self._fill(index, view, gradient)
-            if gradient.is_sparse:
-                self.as_dense.add(index)
+            if gradient.is_sparse and index not in sparse.known:
+                sparse.unannounced[index] = gradient
         if bucket.fill():
             timeline.active.ready(bucket.name)
             if bucket is not self.buckets[-1]:
@@ -359,7 +362,7 @@ class BucketSet:
             bucket.wait()
         trace.waited(begun, self._tag)
         self.flags, self._restored = self.mean_flags(), False
-        if self.flags.sparse != 0.0:
+        if self.flags.sparse != 0.0 and (self.all_present or not self.sparse.as_dense):
             self.sparse.agree()
         if self.flags.frozen != 0.0:
             lines = [("a frozen parameter", self._names[i]) for i in sorted(self.frozen)]
@@ -419,7 +422,7 @@ class BucketSet:
         """Block until all gradients are here; sends nothing, and leaves `wait` to be called."""
         self.complete_buckets()
         self.sparse.complete()
-        if self.sparse.known is not None and self.mean_flags().sparse != 0.0:
+        if not self.sparse.as_dense and self.mean_flags().sparse != 0.0:
             raise HvdPipeError(
                 "the first sparse gradients are on their way: save a state two steps later, or "
                 "after optimizer.synchronize()."
@@ -469,7 +472,6 @@ class BucketSet:
     def end_round(self) -> None:
         """Reset what was recorded about the gradients of this round: they have been applied."""
         self._left, self.is_dropped = {}, False
-        self.as_dense.clear()
         self.frozen.clear()
         self.sparse.gathered = {}
 
@@ -498,50 +500,52 @@ def _in_place_of(held: torch.Tensor | None, gradient: torch.Tensor) -> torch.Ten
 
 
 class SparseGradients:
-    """The sparse gradients of one round; ``known`` on all ranks, None to send them as dense.
+    """The sparse gradients of one round, ``known`` on all ranks.
 
     They travel as they are: every rank gathers all ranks' indices and values. A parameter shows
     only by its first gradient that it is sparse, and a rank that computed none cannot know: a
     control flag says that some rank has found one, and all ranks agree and gather after that
     round. Later buckets have no room for it.
+
+    Those that travel ``as_dense`` stay in their buckets. Once known, they are sparse on all ranks
+    before the update, which else differed in its last bits.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        reduction: Reduction,
-        tag: str,
-        known: set[int] | None,
-    ) -> None:
-        self._parameters, self._reduction, self._tag = parameters, reduction, tag
-        self.known = known
+    def __init__(self, settings: Settings, tag: str) -> None:
+        self._parameters, self._reduction, self._tag = settings.parameters, settings.reduction, tag
+        self.as_dense = settings.sparse_as_dense
+        self.known = settings.known_as_dense if self.as_dense else settings.sparse
         self._gathers: dict[int, _Gather] = {}
         self.unannounced: dict[int, torch.Tensor] = {}
         """This rank's gradients that other ranks do not know to be sparse, by index."""
         self.gathered: dict[int, torch.Tensor] = {}
         """The reduced gradients, by index."""
 
+    @property
+    def alone(self) -> set[int]:
+        """Indices of the gradients that are in no bucket."""
+        return set() if self.as_dense else self.known
+
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Register a gradient of this rank; send it if all ranks know it to be sparse."""
-        if index in (self.known or ()):
+        if index in self.known:
             self._send(index, gradient)
         else:
             self.unannounced[index] = gradient.detach()  # p.grad becomes another tensor
 
     def flush(self) -> None:
         """Take part in the gathers of all gradients that are known to be sparse."""
-        for index in sorted(self.known or ()):
+        for index in sorted(self.alone):
             if index not in self._gathers:
                 self._send(index, None)
 
     def agree(self) -> None:
         """Gather gradients that some rank has found sparse; all ranks call this together."""
-        if self.known is None:
-            return
-        unannounced = sorted(index for index in self.unannounced if index not in self._gathers)
-        lists = gather(unannounced, f"{self._tag}.sparse", self._reduction.process_set)
+        lists = [unannounced := sorted(self.unannounced.keys() - self._gathers.keys())]
+        if not self._reduction.alone:
+            lists = gather(unannounced, f"{self._tag}.sparse", self._reduction.process_set)
         indices = sorted(set[int]().union(*lists))
-        for index in indices:
+        for index in () if self.as_dense else indices:
             self._send(index, self.unannounced.get(index))
         self.known.update(indices)
         self.unannounced.clear()
@@ -640,7 +644,7 @@ def restore_gradients(buckets: BucketSet, gradients: Sequence[torch.Tensor | Non
     """Make these the result of the last round, as `gradients_of` returned them."""
     buckets.forget_flags()
     for index, gradient in enumerate(gradients):
-        if gradient is not None and gradient.is_sparse and buckets.sparse.known is not None:
+        if gradient is not None and gradient.is_sparse and not buckets.sparse.as_dense:
             buckets.sparse.gathered[index] = gradient
         elif index in buckets.slots:
             view = buckets.slots[index][1]

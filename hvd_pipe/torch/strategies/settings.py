@@ -69,6 +69,8 @@ class Settings:
     """Returns the user's optimizer (a `DistributedMixin`), or None where it is gone."""
     sparse: set[int] = field(default_factory=set)
     """Places of the gradients that all ranks know to be sparse."""
+    known_as_dense: set[int] = field(default_factory=set)
+    """The same of sparse gradients that travel as dense ones."""
     frozen: set[int] = field(default_factory=set)
     """Places of the parameters that were frozen in the last round."""
     hooks: GradientHooks = field(default_factory=GradientHooks)
