@@ -26,7 +26,6 @@ from hvd_pipe.planning.schedule import (
     SendGradient,
     Update,
     Worker,
-    brief,
     program,
     warm_up,
 )
@@ -71,55 +70,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def test_each_boundary_adds_what_is_in_transit(
     replicas: list[int], k: int, warm: list[int]
 ) -> None:
-    """Replicas share it: floor((N_s - 1 + k stages behind) / R_s); PipeDream's runtime has k = 0."""
+    """Replicas share it: floor((N_s - 1 + k stages behind) / R_s), as PipeDream's runtime."""
     assert [warm_up(stage, replicas, k) for stage in range(len(replicas))] == warm
     if k == 0:
         assert warm[0] + 1 == math.ceil(sum(replicas) / replicas[0])  # NOAM
-
-
-@pytest.mark.parametrize("k", [0, 1, 2])
-@pytest.mark.parametrize("stage", range(4))
-def test_equations_of_a_straight_pipeline(stage: int, k: int) -> None:
-    # With stages from 1 to n, minibatch t takes w_s^(t-n+s); with vertical sync, w_s^(t-n+1).
-    # With k in transit between each two stages, (1 + k) times as late.
-    n = 4
-    for method, late in (("1f1b", (1 + k) * (n - 1 - stage)), ("1f1b-vertical-sync", 3 + 3 * k)):
-        steps = program(method, [1] * n, Worker(stage, 0), 20, 1, k)
-        forward = {step.minibatch: step.version for step in steps if isinstance(step, Forward)}
-        assert forward == {t: max(0, t - late) for t in range(20)}
-
-
-def test_equation_of_two_bw() -> None:
-    for stage in range(3):
-        for step in program("2bw", [1, 1, 1], Worker(stage, 0), 6, microbatches=3):
-            if isinstance(step, Forward | Backward):
-                assert step.version == max(0, step.minibatch - 1)
-
-
-def test_two_bw_is_the_iteration_of_its_code() -> None:
-    # m times F B an iteration; the first m - warm-up forward passes are of this minibatch.
-    steps = program("2bw", [1, 1, 1], Worker(1, 0), 2, microbatches=4)
-    assert brief(steps) == (
-        "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 F1.0 B0.3 U1 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3 U2"
-    )
-
-
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 20))
-def test_a_short_last_round_gives_all_replicas_equally_many_updates(
-    replicas: list[int], minibatches: int
-) -> None:
-    for stage, width in enumerate(replicas):
-        rounds = math.ceil(minibatches / width)
-        for replica in range(width):
-            steps = list(program("1f1b", replicas, Worker(stage, replica), minibatches))
-            updates = [step.version for step in steps if isinstance(step, Update)]
-            assert updates == list(range(1, rounds + 1))
-            members = [step.contributors for step in steps if isinstance(step, AllReduce)]
-            if width > 1:
-                assert sum(members) == minibatches
-                assert set(members[:-1]) <= {width}
-            else:
-                assert members == []
 
 
 NEEDS: dict[type[Instruction], tuple[type[Instruction], ...]] = {

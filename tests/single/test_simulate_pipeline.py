@@ -118,7 +118,7 @@ def test_every_computation_ends_when_its_longest_path_does(
 
 @pytest.mark.parametrize("method", ["gpipe", "1f1b-flush"])
 @pytest.mark.parametrize("stages", [1, 2, 5])
-@pytest.mark.parametrize("microbatches", [1, 4, 9])
+@pytest.mark.parametrize("microbatches", [1, 9])
 def test_flushed_pipelines_of_equal_stages(method: str, stages: int, microbatches: int) -> None:
     plan = schedule(method, [1] * stages, 3, microbatches)
     slots = microbatches + stages - 1
@@ -144,19 +144,12 @@ def slowest(stages: Sequence[StageCost], replicas: Sequence[int]) -> tuple[float
     return pace, not others or others[-1] < 0.9 * pace or others[-1] == pace
 
 
-@given(st.lists(costs, min_size=1, max_size=5))
-def test_the_slowest_stage_sets_the_pace_of_1f1b(stages: list[StageCost]) -> None:
-    run = simulate(schedule("1f1b", [1] * len(stages), 80), stages)
-    pace, settled = slowest(stages, [1] * len(stages))
-    assert run.period_s <= pace * (1 + 1e-9)
-    if settled:
-        assert run.period_s == exact(pace)
+SHAPES = [[1], [1, 1, 1], [1] * 5, [2], [3, 3], [2, 2, 2], [2, 1], [4, 2], [15, 1]]
 
 
-@given(st.sampled_from([[2], [3, 3], [2, 2, 2], [2, 1], [4, 2], [15, 1]]), st.data())
-def test_replicas_share_the_minibatches_of_a_stage(
-    replicas: list[int], data: st.DataObject
-) -> None:
+@given(st.sampled_from(SHAPES), st.data())
+def test_the_slowest_stage_sets_the_pace_of_1f1b(replicas: list[int], data: st.DataObject) -> None:
+    """Replicas share the minibatches of their stage."""
     stages = data.draw(st.lists(costs, min_size=len(replicas), max_size=len(replicas)))
     run = simulate(schedule("1f1b", replicas, 160), stages)
     pace, settled = slowest(stages, replicas)
