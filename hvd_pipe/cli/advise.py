@@ -80,11 +80,11 @@ def command(
         optimizer_ratio=optimizer_state,
         **training,
     )
-    found = advice.to_json()
+    document = advice.to_json()
     with_codecs = {"codec~": "codec"} if any(row.codec != "none" for row in advice.rows) else {}
     emit(
-        options.document("advise", profile, cluster, **found),
-        found["rows"],
+        options.document("advise", profile, cluster, **document),
+        document["rows"],
         {
             "strategy~": _strategy,
             **with_codecs,

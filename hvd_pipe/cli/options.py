@@ -346,7 +346,7 @@ def cluster_options(
 
 def warn_of_measurement(network: Network, workers: int) -> None:
     """Warn on stderr of a measurement that says little, in itself or about so many workers."""
-    ranks, each, comm = network.measured_workers, network.measured_per_node, network.measured
+    ranks, per_node, comm = network.measured_workers, network.measured_per_node, network.measured
     if ranks is None:
         return
     if comm is not None and comm.error is not None and comm.error > NOISY:
@@ -354,7 +354,7 @@ def warn_of_measurement(network: Network, workers: int) -> None:
             f"the measured all-reduce is off by {comm.error:.0%} on average: its times jumped "
             "about; measure again with nothing else running, or give --bandwidth"
         )
-    if each is not None and each >= ranks and workers > each:
+    if per_node is not None and per_node >= ranks and workers > per_node:
         warning(
             f"measured on {ranks} ranks of one machine: the network between machines is not in "
             "it; measure on two machines or give --bandwidth"

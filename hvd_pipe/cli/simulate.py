@@ -112,11 +112,11 @@ def command(
         warning(
             "the profile has no forward times: steps are backward alone, so speedups are too low"
         )
-    asked = {"compression": compression, "steps": steps, "seed": seed}
-    shown = options.describe(cluster)
+    settings = {"compression": compression, "steps": steps, "seed": seed}
+    described = options.describe(cluster)
     few = len(counts) == 1
     emit(
-        options.document("simulate", profile, sized, **asked, rows=rows),
+        options.document("simulate", profile, sized, **settings, rows=rows),
         rows,
         {
             **({} if few else {"workers": "workers"}),
@@ -129,7 +129,7 @@ def command(
             "effi-\nciency": lambda row: f"{row['efficiency']:.1%}",
         },
         as_json=as_json,
-        above=(options.summary(profile), shown if few else shown.partition(": ")[2]),
+        above=(options.summary(profile), described if few else described.partition(": ")[2]),
         below=_notes(methods, timeline, path),
     )
 

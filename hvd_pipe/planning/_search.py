@@ -152,9 +152,9 @@ def _cut_sets(edges: list[tuple[int, int]], size: int, max_states: int) -> tuple
     exact = True
     for fewer in (_in_order, _at_the_ends):
         for at in sorted(range(len(sets)), key=lambda at: -len(sets[at])):
-            found = fewer(*regions[at])
-            if sum(map(len, sets)) > max_states and len(found) < len(sets[at]):
-                sets[at], exact = found, False
+            kept = fewer(*regions[at])
+            if sum(map(len, sets)) > max_states and len(kept) < len(sets[at]):
+                sets[at], exact = kept, False
     cuts = sorted((cut for region in sets for cut in region), key=int.bit_count)
     if len(cuts) > max_states:
         raise ValueError(
@@ -188,15 +188,15 @@ def _regions(before: list[int], after: list[int]) -> list[tuple[int, list[int]]]
 
 def _closed_sets(base: int, layers: list[int], before: list[int], limit: int) -> list[int]:
     """All sets of a region's layers that hold what these use; one above the limit is enough."""
-    found = [base]
+    cuts = [base]
     known = {base}
-    for cut in found:
+    for cut in cuts:
         for layer in layers:
             more = cut | 1 << layer
-            if more not in known and not before[layer] & ~cut and len(found) <= limit:
+            if more not in known and not before[layer] & ~cut and len(cuts) <= limit:
                 known.add(more)
-                found.append(more)
-    return found
+                cuts.append(more)
+    return cuts
 
 
 def _in_order(base: int, layers: list[int]) -> list[int]:

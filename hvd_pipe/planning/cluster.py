@@ -267,13 +267,13 @@ class Network:
         Raises:
             ValueError: no workers, or more than a machine has that do not fill machines.
         """
-        nodes, each = self._nodes(workers)
+        nodes, per_node = self._nodes(workers)
         if self.measured is not None and self.measured_workers is not None:
             return rescale(self.measured, self.measured_workers, workers, self.algorithm)
         link = self.link_time
         if self.inside is None:
             return allreduce(workers, link.alpha, link.beta, self.gamma, self.algorithm)
-        return hierarchical(nodes, each, self.inside, link, self.algorithm, self.gamma)
+        return hierarchical(nodes, per_node, self.inside, link, self.algorithm, self.gamma)
 
     def levels(self, workers: int) -> list[tuple[int, float]]:
         """How the workers are joined: (components, bandwidth in bytes/s), innermost level first.
@@ -281,10 +281,10 @@ class Network:
         Raises:
             ValueError: no workers, or more than a machine has that do not fill machines.
         """
-        nodes, each = self._nodes(workers)
+        nodes, per_node = self._nodes(workers)
         if self.per_node == 1 or self.inside is None:
             return [(workers, self.link_time.bandwidth)]
-        levels = [(each, self.inside.bandwidth)]
+        levels = [(per_node, self.inside.bandwidth)]
         return levels if nodes == 1 else [*levels, (nodes, self.link_time.bandwidth)]
 
     @property

@@ -172,7 +172,7 @@ def _cuts(
     best = np.full_like(cost, np.inf)
     best[0] = cost[0]
     back: list[IntArray] = []
-    found = [(float(best[0, n]), [0])]
+    divisions = [(float(best[0, n]), [0])]
     for _ in range(1, most):
         after, previous = np.full_like(cost, np.inf), np.zeros(cost.shape, dtype=np.intp)
         for i in range(_LEAST, n - _LEAST + 1):
@@ -195,5 +195,5 @@ def _cuts(
         for step in reversed(back):
             end = n if len(runs) == 1 else runs[-2]
             runs.append(int(step[runs[-1], end]))
-        found.append((float(best[last, n]), runs[::-1]))
-    return found
+        divisions.append((float(best[last, n]), runs[::-1]))
+    return divisions

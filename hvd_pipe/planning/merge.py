@@ -420,12 +420,13 @@ def plan_dtype_groups(
     for label in labels:
         indices = np.array([i for i, group in enumerate(groups) if group == label], dtype=np.int64)
         parts.append(_Group(indices, times[indices], sizes[indices]))
-    buckets = [
-        _Bucket(k, int(end - count), int(end))
-        for k, part in enumerate(parts)
-        for own in [sizes_of(part.ready, part.bytes, comm, method, bucket_bytes, margin)]
-        for end, count in zip(np.cumsum(own), own, strict=True)
-    ]
+    buckets = []
+    for k, part in enumerate(parts):
+        counts = sizes_of(part.ready, part.bytes, comm, method, bucket_bytes, margin)
+        ends = np.cumsum(counts)
+        buckets += [
+            _Bucket(k, int(end - count), int(end)) for end, count in zip(ends, counts, strict=True)
+        ]
     if method == "exact":
         slow = comm.each_alone().scaled(1.0, 1.0 + margin) if margin else comm.each_alone()
         options = [_joint(parts, slow), buckets]
@@ -531,12 +532,12 @@ def _coalesced(
     finish = _finish(kept, groups, comm) * (1 + 1e-12)  # rounding is no difference
     at = len(kept) - 1
     while at > 0:
-        own = kept[at]
-        before = next((i for i in range(at - 1, -1, -1) if kept[i].group == own.group), None)
+        bucket = kept[at]
+        before = next((i for i in range(at - 1, -1, -1) if kept[i].group == bucket.group), None)
         if before is not None:
-            wider = _Bucket(own.group, kept[before].first, own.end)
-            tried = [*kept[:before], *kept[before + 1 : at], wider, *kept[at + 1 :]]
-            if _finish(tried, groups, comm) <= finish:
-                kept = tried
+            wider = _Bucket(bucket.group, kept[before].first, bucket.end)
+            merged = [*kept[:before], *kept[before + 1 : at], wider, *kept[at + 1 :]]
+            if _finish(merged, groups, comm) <= finish:
+                kept = merged
         at -= 1
     return kept

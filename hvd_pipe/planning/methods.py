@@ -177,9 +177,9 @@ def parse(text: str | Method) -> Method:
         cls, said = _CLASSES[name], repr(text)
         return cls(**parse_options(cls, said, tail, partial(_value, said)))  # type: ignore[arg-type]
     if name in _OWN:
-        found = strategy.parse(text)
-        assert isinstance(found, MergedGradient | PipeSGD | CoCoD)
-        return found
+        method = strategy.parse(text)
+        assert isinstance(method, MergedGradient | PipeSGD | CoCoD)
+        return method
     known = (*_OWN, *_SHORT, *_CLASSES)
     if name in _SHORT:
         raise ValueError(

@@ -92,8 +92,8 @@ def partition(
         ...     LayerProfile("conv", 10**6, backward_s=0.03, activation_bytes=10**6),
         ...     LayerProfile("fc", 10**8, backward_s=0.01, activation_bytes=4000),
         ... ))
-        >>> made = partition(model, [(4, 1e9)])
-        >>> made.config, round(made.period_s, 6), made.in_flight
+        >>> plan = partition(model, [(4, 1e9)])
+        >>> plan.config, round(plan.period_s, 6), plan.in_flight
         ('3-1', 0.01, (2, 1))
         >>> partition(model, [(4, 1e9)], replicas=(2, 2)).period_s
         0.05
@@ -271,7 +271,7 @@ def _levels(levels: Sequence[tuple[int, float]] | Cluster, latency: float | None
             )
         pairs = list(levels)
         latencies = [latency or 0.0] * len(pairs)
-    found = []
+    network_levels = []
     for number, (pair, seconds) in enumerate(zip(pairs, latencies, strict=True)):
         if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
             raise ValueError(
@@ -280,5 +280,5 @@ def _levels(levels: Sequence[tuple[int, float]] | Cluster, latency: float | None
         check_integer(f"the components of levels[{number}]", pair[0], 1)
         if pair[1] != math.inf:
             check_finite(f"the bandwidth of levels[{number}]", pair[1], positive=True)
-        found.append(Level(operator.index(pair[0]), float(pair[1]), seconds))
-    return found
+        network_levels.append(Level(operator.index(pair[0]), float(pair[1]), seconds))
+    return network_levels

@@ -17,7 +17,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -174,10 +174,8 @@ def held_by_stage(plan: Schedule) -> tuple[Held, ...]:
     """The most that any worker of each stage holds."""
     most = []
     for stage, width in enumerate(plan.replicas):
-        found = [held(plan.programs[Worker(stage, replica)]) for replica in range(width)]
-        versions = max(one.versions for one in found)
-        in_flight = max(one.in_flight for one in found)
-        most.append(Held(versions, in_flight, max(one.staleness for one in found)))
+        replicas = [held(plan.programs[Worker(stage, replica)]) for replica in range(width)]
+        most.append(Held(*map(max, zip(*map(astuple, replicas), strict=True))))
     return tuple(most)
 
 
@@ -301,8 +299,8 @@ def scheduled(
         replace(stage, memory_bytes=memory)
         for stage, memory in zip(plan.stages, cost(count).memory_bytes, strict=True)
     )
-    found = plan.with_in_transit(count)
-    return replace(found, stages=stages, simulated_s=cost(count).period_s), cost(count)
+    plan = replace(plan.with_in_transit(count), stages=stages, simulated_s=cost(count).period_s)
+    return plan, cost(count)
 
 
 @dataclass(frozen=True)
@@ -380,7 +378,7 @@ class Planner:
 
     def candidates(self, reasons: list[str]) -> list[Partition]:
         """Partitions to look at, which fit into memory; why others do not goes to reasons."""
-        found: dict[tuple[int, ...], Partition] = {}
+        plans: dict[tuple[int, ...], Partition] = {}
         tries: list[dict[str, Any]] = [{}, {"straight": True}]
         if len(self.cluster.network.levels(self.cluster.workers)) == 1:
             tries += [{"replicas": replicas} for replicas in _shapes(self.cluster.workers)]
@@ -391,8 +389,8 @@ class Planner:
                 reasons.append(str(error))
                 continue
             if self._is_tried(plan):
-                found.setdefault(plan.replicas, plan)
-        return list(found.values())
+                plans.setdefault(plan.replicas, plan)
+        return list(plans.values())
 
     def fastest(
         self,
@@ -408,14 +406,14 @@ class Planner:
         offers: list[Offer] = []
 
         def fastest_s() -> float:
-            return min((found.period_s for found in offers), default=least_s)
+            return min((offer.period_s for offer in offers), default=least_s)
 
         def race(plans: Sequence[Partition]) -> None:
             for plan in sorted(plans, key=lambda plan: plan.period_s):
                 if self._bound(plan) < min(least_s, fastest_s() / REACHED):
-                    found = self.offer(plan)
-                    if found.period_s < least_s:
-                        offers.append(found)
+                    offer = self.offer(plan)
+                    if offer.period_s < least_s:
+                        offers.append(offer)
 
         race(plans)
         promised = min((plan.period_s for plan in plans), default=math.inf)
@@ -423,8 +421,8 @@ class Planner:
         if offers and fastest_s() > promised / REACHED and not self.mode.coalesces:
             known = plans[0].data_parallel_s  # with links as they are
             race([replace(plan, data_parallel_s=known) for plan in self._with_slack(divide)])
-        near = (found for found in offers if found.period_s <= fastest_s() / REACHED)
-        return min(near, key=lambda each: (each.plan.in_flight[0], each.period_s), default=None)
+        near = (offer for offer in offers if offer.period_s <= fastest_s() / REACHED)
+        return min(near, key=lambda offer: (offer.plan.in_flight[0], offer.period_s), default=None)
 
     def _with_slack(self, divide: Callable[..., Partition]) -> list[Partition]:
         """The best plans for slower links, on which messages have time to wait for each other."""
@@ -434,13 +432,13 @@ class Planner:
         link = network.link_time
         if network.per_node > 1 and network.inside is not None:
             link = network.inside
-        found: dict[tuple[tuple[str, ...], ...], Partition] = {}
+        plans: dict[tuple[tuple[str, ...], ...], Partition] = {}
         for factor in _SLOWER:
             slower = Network(Link(link.alpha, link.beta / factor))
             plan = divide(cluster=replace(self.cluster, network=slower))
             if self._is_tried(plan):
-                found.setdefault(tuple(stage.layers for stage in plan.stages), plan)
-        return list(found.values())
+                plans.setdefault(tuple(stage.layers for stage in plan.stages), plan)
+        return list(plans.values())
 
     def _is_tried(self, plan: Partition) -> bool:
         turns = math.lcm(*plan.replicas)

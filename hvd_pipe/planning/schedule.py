@@ -260,8 +260,8 @@ def program(
             case "1f1b":
                 return max(0, unit // width - warm)
             case "1f1b-vertical-sync":
-                seen = max(0, unit // replicas[0] - first_warm) * replicas[0]
-                return seen // width
+                passed = max(0, unit // replicas[0] - first_warm) * replicas[0]
+                return passed // width
             case "2bw":
                 return max(0, unit // microbatches - 1)
         return unit // microbatches

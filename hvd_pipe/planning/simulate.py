@@ -391,9 +391,9 @@ def _gradients(run: _Run, network: _Network, delay: float, lag: int = 0, updates
         run.finished(step, end)
         _trace_step(run.trace, step, begin, forward, backward, start, end)
         for worker in run.trace.now:
-            own, factor = float(begin[worker]), float(factors[worker])
+            start_s, factor = float(begin[worker]), float(factors[worker])
             for message in messages:
-                at = own + factor * message.ready
+                at = start_s + factor * message.ready
                 run.trace.note(message.name, "ready", worker, "compute", at, at, step=step)
 
 
@@ -487,14 +487,14 @@ def _fusion(profile: ModelProfile, comm: CommModel, method: HorovodFusion) -> _N
             late = float(ready[sent]) - now
             if late > slack:
                 now += cycle * math.ceil(late / cycle - TICK) if cycle else late
-            seen = int(np.searchsorted(ready, now + slack, side="right"))
+            visible = int(np.searchsorted(ready, now + slack, side="right"))
             end = now + comm.delay - comm.delay_behind
-            while sent < seen:
-                first, sent = sent, min(seen, int(full[sent]))
+            while sent < visible:
+                first, sent = sent, min(visible, int(full[sent]))
                 size = float(total[sent] - total[first])
                 start, end = end, end + comm(size)
-                name, made = f"fused {len(messages)}", float(offset[sent - 1])
-                messages.append(_Message(name, size, made, origin + start, origin + end))
+                name, made_s = f"fused {len(messages)}", float(offset[sent - 1])
+                messages.append(_Message(name, size, made_s, origin + start, origin + end))
             now = max(now + cycle, end)
         return messages
 
@@ -571,7 +571,7 @@ def _overlapped(run: _Run, work: Pass, sent: Sequence[TimedMessage], comm: CommM
 
 def _gates(sent: Sequence[TimedMessage]) -> list[int]:
     """The last message of each bucket, in the order of need."""
-    last = {each.bucket: i for i, each in enumerate(sent)}
+    last = {message.bucket: i for i, message in enumerate(sent)}
     return sorted(last.values(), key=lambda i: sent[i].needed_s)
 
 
@@ -616,6 +616,6 @@ def _trace_backward(
     buckets: Sequence[TimedMessage],
 ) -> None:
     run.trace.add(f"backward {step}", "backward", "compute", forward, backward, step=step)
-    for each in buckets:
-        at = forward + factors * each.ready_s
-        run.trace.add(f"bucket {each.bucket}", "ready", "compute", at, at, step=step)
+    for message in buckets:
+        at = forward + factors * message.ready_s
+        run.trace.add(f"bucket {message.bucket}", "ready", "compute", at, at, step=step)

@@ -121,8 +121,8 @@ class Tuner:
         step, the rank that is last waits for messages alone.
         """
         steps = steps or self.steps()
-        mine = [median(steps), error_of(steps), *(-wait for wait in waits), *ready]
-        step_s, error_s, *rest = self._largest(mine)
+        values = [median(steps), error_of(steps), *(-wait for wait in waits), *ready]
+        step_s, error_s, *rest = self._largest(values)
         least = [-wait for wait in rest[: len(waits)] if math.isfinite(wait)]
         self.tried.append(Trial(plan, step_s, median(least) if least else 0.0, error_s))
         return rest[len(waits) :]
@@ -142,14 +142,14 @@ def next_given(plans: Sequence[Plan], tried: Sequence[Trial]) -> tuple[Plan, boo
     """Each of some plans in turn; in the end, of those that are as good, the fewest messages."""
     if len(tried) < len(plans):
         return plans[len(tried)], False
-    best = min(tried, key=lambda each: each.step_s)
+    best = min(tried, key=lambda trial: trial.step_s)
     as_good = [trial for trial in tried if not _is_faster(best, trial)]
-    kept = min(as_good, key=lambda each: (len(each.plan.buckets), each.step_s))
+    kept = min(as_good, key=lambda trial: (len(trial.plan.buckets), trial.step_s))
     return replace(kept.plan, tried=_seen(tried)), True
 
 
-def _is_faster(one: Trial, other: Trial) -> bool:
-    return other.step_s - one.step_s > math.hypot(one.error_s, other.error_s)
+def _is_faster(trial: Trial, slower: Trial) -> bool:
+    return slower.step_s - trial.step_s > math.hypot(trial.error_s, slower.error_s)
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,13 @@ class Gradients:
     def messages(self, plan: Plan) -> list[_Message]:
         """The messages of a plan in the order in which they can leave."""
         index = {name: i for i, name in enumerate(self.names)}
-        found = []
+        messages = []
         for bucket in plan.buckets:
-            own = [index[name] for name in bucket]
-            kind = None if self.kinds is None else self.kinds[own[0]]
-            ready, size = float(self.ready_s[own].max()), float(self.bytes[own].sum())
-            found.append(_Message(bucket, ready, size, kind))
-        return sorted(found, key=lambda each: each.ready_s)
+            members = [index[name] for name in bucket]
+            kind = None if self.kinds is None else self.kinds[members[0]]
+            ready, size = float(self.ready_s[members].max()), float(self.bytes[members].sum())
+            messages.append(_Message(bucket, ready, size, kind))
+        return sorted(messages, key=lambda message: message.ready_s)
 
 
 class _Message(NamedTuple):
@@ -211,14 +211,14 @@ def next_plan(
             plan = _with_fewer(tried[-1].plan, comm, gradients, find)
         if not _is_tried(plan, tried):
             return plan, False
-    best = min(tried, key=lambda each: each.step_s)
+    best = min(tried, key=lambda trial: trial.step_s)
     return _kept(best if _is_faster(best, first) else first, tried, gradients), True
 
 
 def error_of(seconds: Sequence[float]) -> float:
     """The standard error of the median of these steps, by their median deviation from it."""
     middle = median(seconds)
-    deviation = median(abs(each - middle) for each in seconds)
+    deviation = median(abs(step_s - middle) for step_s in seconds)
     return 1.253 * 1.4826 * deviation / math.sqrt(len(seconds))  # both for Gaussian noise
 
 
@@ -246,8 +246,8 @@ def fitted_to_waits(tried: Sequence[Trial], gradients: Gradients) -> CommModel:
     for latency in latencies:
         per_byte = chains[0].per_byte(latency, float(waits[0]))
         if per_byte >= 0.0:
-            found = np.array([chain.wait_s(latency, per_byte) for chain in chains[1:]])
-            error = float(((found / np.maximum(waits[1:], 1e-9) - 1.0) ** 2).sum())
+            predicted = np.array([chain.wait_s(latency, per_byte) for chain in chains[1:]])
+            error = float(((predicted / np.maximum(waits[1:], 1e-9) - 1.0) ** 2).sum())
             best = min(best, (error, latency, per_byte))
     return CommModel.linear(*best[1:])
 
@@ -290,16 +290,19 @@ def _with_fewer(plan: Plan, comm: CommModel, gradients: Gradients, find: Find) -
         return _of_one_size(FEWER * len(kept), gradients, find)
     while len(kept) > max(1, math.floor(FEWER * len(plan.buckets))):
         options = []
-        for i, one in enumerate(kept):
-            j = next((j for j in range(i + 1, len(kept)) if kept[j].kind == one.kind), None)
+        for i, message in enumerate(kept):
+            j = next((j for j in range(i + 1, len(kept)) if kept[j].kind == message.kind), None)
             if j is not None:
                 other = kept[j]
-                both = other._replace(names=one.names + other.names, bytes=one.bytes + other.bytes)
+                both = other._replace(
+                    names=message.names + other.names, bytes=message.bytes + other.bytes
+                )
                 options.append([*kept[:i], *kept[i + 1 : j], both, *kept[j + 1 :]])
         if not options:
             break
         kept = min(
-            options, key=lambda each: _Chain.of(each).wait_s(comm.latency, float(comm.slopes[0]))
+            options,
+            key=lambda merged: _Chain.of(merged).wait_s(comm.latency, float(comm.slopes[0])),
         )
     return Plan(tuple(message.names for message in kept), plan.method)
 
