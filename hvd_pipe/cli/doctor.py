@@ -54,7 +54,7 @@ Answer = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One thing looked at."""
+    """One line of the report."""
 
     section: str
     name: str

@@ -37,10 +37,10 @@ _PATIENCE_S = 10.0
 
 
 class Command(click.Command):
-    """A command whose mistakes rank 0 alone tells, where it runs on all ranks of a job."""
+    """A command of whose ranks rank 0 alone prints wrong usage."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; where rank 0 says what is wrong, others end after it has spoken."""
+        """Parse; other ranks end after rank 0 has printed what is wrong."""
         if job_size() > 1:
             # Open MPI gives ranks a pseudo-terminal, but what they print ends in a pipe or a file.
             os.environ.setdefault("TTY_COMPATIBLE", "0")
@@ -53,7 +53,7 @@ class Command(click.Command):
             raise
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Say behind the options what PROFILE may be, where a command takes one."""
+        """Explain PROFILE below the options, where a command takes one."""
         if any(param.name == "profile" for param in self.params):
             formatter.write_paragraph()
             formatter.write_text(
@@ -195,7 +195,7 @@ def check_writable(path: Path) -> None:
 
 
 def document(command: str, profile: ModelProfile, cluster: Cluster, **rest: Any) -> dict[str, Any]:
-    """A command's JSON document: its name, the profile, the cluster, then what it found."""
+    """A command's JSON document: its name, the profile, the cluster, then its results."""
     about = {"profile": profile_json(profile), "cluster": json.loads(cluster.to_json())}
     return {"command": command, **about, **rest}
 
@@ -345,7 +345,7 @@ def cluster_options(
 
 
 def warn_of_measurement(network: Network, workers: int) -> None:
-    """Warn on stderr of a measurement that says little, in itself or about so many workers."""
+    """Warn on stderr of a measurement that is noisy, or of far fewer workers."""
     ranks, per_node, comm = network.measured_workers, network.measured_per_node, network.measured
     if ranks is None:
         return

@@ -82,7 +82,7 @@ def _transfer(level: Level, size: Any) -> Any:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A stage of the answer: its layers between two cuts, and its share of the objective."""
+    """A stage: its layers between two cuts, its replicas, seconds per minibatch."""
 
     first: int
     last: int
@@ -167,7 +167,7 @@ def _cut_sets(edges: list[tuple[int, int]], size: int, max_states: int) -> tuple
 
 
 def _regions(before: list[int], after: list[int]) -> list[tuple[int, list[int]]]:
-    """The layers between two that every path goes through, each with the set of all before."""
+    """Runs of layers between those on every path, each with the set of all layers before it."""
     size = len(before)
     ancestors, descendants = [0] * size, [0] * size
     for at in range(size):
@@ -328,7 +328,7 @@ class Search:
         return best
 
     def _divide(self, level: int, behind: int, i: int, j: int, q: int) -> list[Leaf]:
-        """The stages behind ``best[q][i, j]``: finds the choices again, the last stage first."""
+        """The stages of ``best[q][i, j]``, found from the last one backwards."""
         best = self._table(level, behind)
         stages: list[Leaf] = []
         while True:

@@ -129,7 +129,7 @@ class Row:
 
 
 def _stability(limit_at: Callable[[float], float], training: Training) -> tuple[bool, list[str]]:
-    """Whether a method is known to diverge, and what to say about it."""
+    """Whether a method is known to diverge, and warnings of that."""
     momentum = training.momentum or 0.0
     limit, usual = limit_at(momentum), 2.0 * (1.0 + momentum)
     rate, curvature = training.learning_rate, training.curvature
@@ -354,8 +354,8 @@ def advise(
             :func:`hvd_pipe.planning.choice.candidates` fits them, ``overlap=forward``, which must
             beat the default by more than ``margin``, and PipeDream ("pipedream"), uncompressed.
         codecs: costs, or names of :data:`hvd_pipe.planning.comm.CODECS`.
-        learning_rate, curvature, momentum: of the training, as far as known; curvature is the
-            largest eigenvalue of the loss's Hessian.
+        learning_rate, curvature, momentum: where known; curvature is the largest eigenvalue of
+            the loss's Hessian.
         optimizer_ratio: bytes of optimizer state a byte of weights: 1 with momentum, 2 with Adam.
         margin: at least 0.
 

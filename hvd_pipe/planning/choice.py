@@ -58,7 +58,7 @@ WORTH = 0.01
 def candidates(
     profile: ModelProfile, comm: CommModel, compute_s: float | None = None
 ) -> tuple[MergedGradient, PipeSGD, CoCoD]:
-    """One of each strategy, as it fits."""
+    """One of each strategy, with the options that fit."""
     period = fitted_period(profile, comm, profile.compute_s if compute_s is None else compute_s)
     return MergedGradient(), PipeSGD(), CoCoD(period=period)
 
@@ -176,5 +176,5 @@ def report(best: Prediction, predictions: Sequence[Prediction]) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time as the lines of the log have it."""
+    """Return a time in milliseconds, for the log."""
     return f"{1e3 * seconds:.1f} ms"

@@ -448,7 +448,8 @@ def _joint(groups: Sequence[_Group], comm: CommModel) -> list[_Bucket]:
         np.concatenate(([0.0], np.cumsum(g.bytes)))[np.concatenate(([0], e))]
         for g, e in zip(groups, ends, strict=True)
     ]
-    costs = [_costs(sizes, comm) for sizes in total]
+    # Of tensors i'..i at [i, i']; 0 where there are none.
+    costs = [comm(np.maximum(0.0, sums[:, None] - sums[None, :])) for sums in total]
     finish = np.zeros([len(times) for times in ready])
     previous: dict[tuple[int, ...], tuple[int, int]] = {}
     for state in product(*(range(len(times)) for times in ready)):
@@ -470,11 +471,6 @@ def _joint(groups: Sequence[_Group], comm: CommModel) -> list[_Bucket]:
         buckets.append(_Bucket(k, edges[k][i], edges[k][state[k]]))
         state = (*state[:k], i, *state[k + 1 :])
     return buckets[::-1]
-
-
-def _costs(total: FloatArray, comm: CommModel) -> FloatArray:
-    """Return the seconds of a message of tensors i'..i at [i, i']; 0 where there is none."""
-    return np.asarray(comm(np.maximum(0.0, total[:, None] - total[None, :])), dtype=np.float64)
 
 
 def _runs(groups: Sequence[_Group]) -> list[IntArray]:

@@ -110,7 +110,7 @@ def plan_overlap(
 
 
 def fitted(seconds: Sequence[tuple[float, float]]) -> CommModel:
-    """The line through what messages have taken in training, by least squares."""
+    """The least-squares line through the seconds that messages took in training."""
     bytes, times = (np.array(column, dtype=np.float64) for column in zip(*seconds, strict=True))
     if np.ptp(bytes) == 0.0:
         return CommModel.linear(0.0, float(np.median(times) / max(bytes[0], 1.0)))
@@ -118,10 +118,9 @@ def fitted(seconds: Sequence[tuple[float, float]]) -> CommModel:
 
 
 def in_order(plan: Plan, names: Sequence[str], work: Pass) -> Plan:
-    """The buckets of a plan, each in one message, in the order in which they are best sent.
+    """A plan with an order of sending, without its predictions, which count on a barrier.
 
-    The link is taken to be busy for as long as the worker. What the plan predicts is left out: it
-    counts on a barrier.
+    The link is assumed to be busy for as long as the worker.
     """
     index = {name: i for i, name in enumerate(names)}
     buckets = [[index[name] for name in bucket] for bucket in plan.buckets]
@@ -225,15 +224,14 @@ def _order(messages: Sequence[TimedMessage]) -> list[int]:
 def first_deferred(plan: Plan) -> int:
     """How many messages of a plan's order must have arrived when the next forward pass begins.
 
-    Buckets stand in the order in which they are ready, so the last one has what is needed first.
-    All that is sent up to its last message arrives before that one, in any case.
+    Those up to the last one of the last bucket, which has what is needed first.
     """
     assert plan.order is not None
     return len(plan.order) - plan.order[::-1].index(len(plan.buckets) - 1)
 
 
 def deferring_plan(tried: Sequence[Trial], gradients: Gradients) -> Plan | None:
-    """The plan without the barrier that follows from plans with it, tried in training.
+    """The plan without a barrier, by trials of plans with it; None where it defers nothing.
 
     A message costs what their waits show. Forward is taken to be all of a step that is no backward
     and no wait, spread over the parameters as backward is, in reverse order.

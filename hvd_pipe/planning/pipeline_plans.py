@@ -4,11 +4,10 @@ Memory follows from the schedule itself, walked instruction by instruction. A ve
 weights may go once it is not the newest and no later instruction of the worker names it; what a
 forward pass keeps goes with its backward pass. Of all moments the one with the most counts.
 
-Among the plans that are tried are the best on paper (:mod:`hvd_pipe.planning.partition`), the best
-for slower links, which leaves messages time to wait for each other, one worker a stage, equally
-many replicas a stage, and two stages of which the second has few. All but those that could not win
-are simulated, with as many minibatches in transit as each needs, as replicas that finish in bursts
-are slower than on paper.
+Plans that are tried: the best on paper (:mod:`hvd_pipe.planning.partition`), the best for slower
+links, one worker a stage, equally many replicas a stage, and two stages of which the second has
+few. Those that could win are simulated, with as many minibatches in transit as each needs, as
+replicas that finish in bursts are slower than on paper.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def fewest_microbatches(
 def coalesced(
     profile: ModelProfile, partition: Partition, count: int
 ) -> tuple[ModelProfile, Partition]:
-    """The same for minibatches that many times as large; an update takes as long as it did.
+    """A profile and a partition for minibatches ``count`` times as large; an update takes as long.
 
     Cut into as many microbatches, each is one of the profile's minibatches.
     """
@@ -258,7 +257,7 @@ def pipeline_cost(
 
 
 def _steady_minibatches(partition: Partition) -> int:
-    """So many that the pipeline is steady for a while: whole rounds of all replicas."""
+    """Enough minibatches for a steady state: whole rounds of all replicas."""
     a_round = math.lcm(*partition.replicas)
     between = 4 * partition.in_transit * (len(partition.replicas) - 1)
     return a_round * -(-(max(128, 8 * sum(partition.replicas)) + between) // a_round)
@@ -275,8 +274,7 @@ def scheduled(
 ) -> tuple[Partition, PipelineCost]:
     """The plan with as many minibatches in transit as it needs, and what it then costs.
 
-    Modes that cut a minibatch keep the plan's number: their minibatch would have to grow. ``how``
-    are options of :func:`pipeline_cost`.
+    Modes that cut a minibatch keep the plan's number. ``how``: options of :func:`pipeline_cost`.
     """
 
     @functools.cache
@@ -305,7 +303,7 @@ def scheduled(
 
 @dataclass(frozen=True)
 class Offer:
-    """A plan in a mode; its costs are of a minibatch, and it is for a worker's batch."""
+    """A plan for a worker's batch in a mode, and the costs of a minibatch."""
 
     plan: Partition
     cost: PipelineCost
@@ -376,8 +374,23 @@ class Planner:
             return copies or whole
         return best.plan
 
+    def choose(
+        self, straight: bool = False, replicas: Sequence[int] | None = None
+    ) -> tuple[Partition, Partition | None]:
+        """The plan that is fastest as it runs, and that which is so on paper alone, if another."""
+        plan = self.divide(straight=straight, replicas=replicas)
+        if self.mode.name != "stash":
+            return plan, None
+        plan = self.offer(plan).plan
+        best = plan if straight else self.best(replicas)
+        if best.simulated_s is None:  # one stage
+            best = self.offer(best).plan
+        assert plan.simulated_s is not None
+        assert best.simulated_s is not None
+        return (best, plan) if best.simulated_s < plan.simulated_s else (plan, None)
+
     def candidates(self, reasons: list[str]) -> list[Partition]:
-        """Partitions to look at, which fit into memory; why others do not goes to reasons."""
+        """Partitions that fit into memory; says in ``reasons`` why others do not."""
         plans: dict[tuple[int, ...], Partition] = {}
         tries: list[dict[str, Any]] = [{}, {"straight": True}]
         if len(self.cluster.network.levels(self.cluster.workers)) == 1:
@@ -398,7 +411,7 @@ class Planner:
         divide: Callable[..., Partition],
         least_s: float = math.inf,
     ) -> Offer | None:
-        """What is fastest as it runs, and faster than this; plans with slack where others fail.
+        """The plan that is simulated to be fastest, if faster than ``least_s``.
 
         Of plans that are about as fast, that with the fewest minibatches in flight: its gradients
         are the least late.

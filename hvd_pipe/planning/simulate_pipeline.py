@@ -344,9 +344,8 @@ def simulate_partition(
     """Simulate a partition's stages on a cluster.
 
     A microbatch takes its part of the minibatch's times and bytes; updates are shared out by
-    parameters; jitter is each computation's. Ranks are stage by stage, and ``per_node`` of them in
-    a row are on one machine, within which a message takes ``network.inside``. Replicas on several
-    machines that they do not fill take an all-reduce over those machines as if they did.
+    parameters; jitter is each computation's. Ranks are stage by stage, ``per_node`` of them in a
+    row on one machine. Replicas average over machines that they do not fill as if they did.
 
     Args:
         partition: of :func:`hvd_pipe.planning.partition.partition`; its ``in_transit`` is taken.

@@ -57,7 +57,7 @@ Find = Callable[[CommModel, str, int | None], Plan]
 
 @dataclass(frozen=True)
 class Trial:
-    """What the slowest rank has seen of a plan, in seconds."""
+    """The times of a plan on the slowest rank, in seconds."""
 
     plan: Plan
     step_s: float
@@ -72,13 +72,10 @@ Propose = Callable[[Sequence[Trial]], tuple[Plan, bool]]
 
 
 class Tuner:
-    """Times plans in training; the clock and the ranks are given.
+    """Times plans in training: ``timed`` steps of each, from the end of step ``begin`` on.
 
-    Args:
-        largest: Returns the largest of all ranks' values, place by place.
-        found_by_first: Returns what the first rank finds.
-        begin: The step whose end is timed first; steps are the same on all ranks.
-        timed: Steps of a plan that are timed.
+    ``largest`` returns the largest of all ranks' values, place by place, and ``found_by_first``
+    what the first rank finds.
     """
 
     def __init__(
@@ -115,10 +112,10 @@ class Tuner:
         waits: Sequence[float] = (),
         ready: Sequence[float] = (),
     ) -> list[float]:
-        """Take what the slowest rank has seen of a plan, and return its times of gradients.
+        """Record a trial, in the times of the slowest rank; return its times of gradients.
 
-        A bucket leaves when the slowest rank has filled it, so that rank's times count. In each
-        step, the rank that is last waits for messages alone.
+        A bucket leaves when the slowest rank has filled it. The rank that is last in a step waits
+        for messages alone, so the least wait counts.
         """
         steps = steps or self.steps()
         values = [median(steps), error_of(steps), *(-wait for wait in waits), *ready]
@@ -139,13 +136,13 @@ class Tuner:
 
 
 def next_given(plans: Sequence[Plan], tried: Sequence[Trial]) -> tuple[Plan, bool]:
-    """Each of some plans in turn; in the end, of those that are as good, the fewest messages."""
+    """The next of the given plans; then, of the fastest, that with the fewest messages."""
     if len(tried) < len(plans):
         return plans[len(tried)], False
     best = min(tried, key=lambda trial: trial.step_s)
     as_good = [trial for trial in tried if not _is_faster(best, trial)]
     kept = min(as_good, key=lambda trial: (len(trial.plan.buckets), trial.step_s))
-    return replace(kept.plan, tried=_seen(tried)), True
+    return replace(kept.plan, tried=_summary(tried)), True
 
 
 def _is_faster(trial: Trial, slower: Trial) -> bool:
@@ -194,7 +191,7 @@ def next_plan(
     races, first = method == "exact", tried[0]
     if len(tried) == 1:
         if races and first.wait_s <= HIDDEN * first.step_s:
-            return _kept(first, tried, gradients), True
+            return _with_prediction(first, tried, gradients), True
         count = len(first.plan.buckets)
         other = count / 3 if MANY / 2 <= count <= 2 * MANY else MANY
         plan = _of_one_size(other, gradients, find)
@@ -202,7 +199,7 @@ def next_plan(
             return plan, False
     if not races:
         comm = fitted_to_waits(tried, gradients)
-        return replace(find(comm, method, None), tried=_seen(tried)), True
+        return replace(find(comm, method, None), tried=_summary(tried)), True
     if len(tried) < most:
         comm = fitted_to_waits(tried, gradients)
         if len(tried) < 3:
@@ -212,7 +209,7 @@ def next_plan(
         if not _is_tried(plan, tried):
             return plan, False
     best = min(tried, key=lambda trial: trial.step_s)
-    return _kept(best if _is_faster(best, first) else first, tried, gradients), True
+    return _with_prediction(best if _is_faster(best, first) else first, tried, gradients), True
 
 
 def error_of(seconds: Sequence[float]) -> float:
@@ -270,14 +267,14 @@ class _Chain(NamedTuple):
         return float((self.lead_s + latency * self.counts + per_byte * self.bytes).max())
 
     def per_byte(self, latency: float, wait: float) -> float:
-        """The seconds a byte with which they end so late; negative where there are none."""
+        """The seconds a byte with which a step waits so long; negative where there are none."""
         left = wait - self.lead_s - latency * self.counts
         sent = self.bytes > 0.0
         return float((left[sent] / self.bytes[sent]).min()) if sent.any() else 0.0
 
 
 def _of_one_size(count: float, gradients: Gradients, find: Find) -> Plan:
-    """About so many messages, of the same number of bytes."""
+    """A plan of about ``count`` messages of equal bytes."""
     limit = max(1, math.ceil(float(gradients.bytes.sum()) / count))
     plan = find(CommModel.linear(0.0, 0.0), "bytes", limit)
     return replace(plan, predicted_s=None, exposed_s=None)  # of no link
@@ -312,12 +309,12 @@ def _is_tried(plan: Plan, tried: Sequence[Trial]) -> bool:
     return any(set(map(frozenset, trial.plan.buckets)) == buckets for trial in tried)
 
 
-def _kept(trial: Trial, tried: Sequence[Trial], gradients: Gradients) -> Plan:
+def _with_prediction(trial: Trial, tried: Sequence[Trial], gradients: Gradients) -> Plan:
     messages = gradients.messages(trial.plan)
     finish = float(gradients.ready_s.max()) + trial.wait_s
     names = tuple(message.names for message in messages)
-    return Plan(names, trial.plan.method, finish, trial.wait_s, tried=_seen(tried))
+    return Plan(names, trial.plan.method, finish, trial.wait_s, tried=_summary(tried))
 
 
-def _seen(tried: Sequence[Trial]) -> tuple[tuple[int, float], ...]:
+def _summary(tried: Sequence[Trial]) -> tuple[tuple[int, float], ...]:
     return tuple((len(trial.plan.buckets), trial.step_s) for trial in tried)

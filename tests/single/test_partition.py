@@ -440,9 +440,7 @@ def test_a_plan_is_read_as_partition_writes_it(replicas: list[int]) -> None:
     ("text", "workers", "message"),
     [
         ("", None, "is no plan: write the workers of each stage"),
-        ("3-", None, "is no plan"),
         ("3 1", None, "is no plan"),
-        ("-3", None, "is no plan"),
         ("3.0-1", None, "is no plan"),
         ("stright", 4, 'or "straight" for one worker a stage'),
         ("3-0", None, "has a stage without workers"),
@@ -455,10 +453,7 @@ def test_a_plan_is_read_as_partition_writes_it(replicas: list[int]) -> None:
 def test_texts_that_are_no_plan(text: str, workers: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_replicas(text, workers)
-
-
-def test_a_list_is_no_text() -> None:
-    with pytest.raises(TypeError, match="got \\(3, 1\\)"):
+    with pytest.raises(TypeError, match=r"got \(3, 1\)"):
         parse_replicas((3, 1))  # type: ignore[arg-type]
 
 

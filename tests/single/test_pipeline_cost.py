@@ -199,15 +199,6 @@ def test_updates_of_replicas_are_not_shared() -> None:
     assert flush.period_s == pytest.approx(1.5)
 
 
-def test_vgg_sends_a_tenth() -> None:
-    """The papers' 85 to 95% less than data parallelism."""
-    profile = ModelProfile.read(DATA / "vgg16.graph.txt")
-    plan = partition(profile, [(16, 1.25e9)])
-    cost = pipeline_cost(plan, profile, cluster(16, 1.25e9))
-    assert plan.config == "15-1"
-    assert 0.85 < cost.saved() < 0.95
-
-
 def test_arguments_that_cannot_be() -> None:
     profile = model(2)
     plan = partition(profile, [(2, 1e9)], straight=True)
@@ -371,18 +362,16 @@ def test_modes_that_cut_minibatches_keep_the_plans_number(mode: str) -> None:
         assert cost.microbatches == 5  # what is in flight
 
 
-@pytest.mark.parametrize("workers", [4, pytest.param(16, marks=pytest.mark.nightly)])
-def test_gnmt_reaches_its_plan(workers: int) -> None:
-    """At 1 GB/s NOAM took 35.2 ms of 25.9 with 4 workers, 34.4 of 14.1 with 16."""
-    many = cluster(workers)
+def test_gnmt_reaches_its_plan() -> None:
+    """At 1 GB/s NOAM took 35.2 ms of 25.9 with 4 workers."""
+    many = cluster(4)
     found = Planner(GNMT, many, "stash").best()
     assert found.simulated_s is not None
     assert found.period_s / found.simulated_s >= REACHED
     assert found.in_transit <= MOST_IN_TRANSIT
     again = simulate_partition(found, GNMT, many, minibatches=560)
     assert found.period_s / again.period_s >= REACHED
-    least = {4: 0.0260, 16: 0.0212}[workers]
-    assert again.period_s <= least
+    assert again.period_s <= 0.0260
 
 
 def test_the_plan_is_the_fastest_as_it_runs() -> None:
