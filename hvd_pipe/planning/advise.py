@@ -185,7 +185,7 @@ def _pipeline_rows(
         if mode == _MODES[0] or cluster.memory_bytes is not None:
             plans = planner.candidates(reasons)
         fitting = fitting or bool(plans)
-        best = planner.fastest(plans, planner.divide, data_parallel_s / cluster.workers)
+        best = planner.fastest(plans, least_s=data_parallel_s / cluster.workers)
         if best is not None:
             rows.append(_pipeline_row(profile, cluster, best, training))
     if rows:

@@ -15,9 +15,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from typing import Any
 
 from hvd_pipe.planning.cluster import Cluster, Link, Network
@@ -355,15 +354,14 @@ class Planner:
             '3-1'
         """
         if replicas is not None:
-            cut = partial(self.divide, replicas=replicas)
-            plan = cut()
-            best = self.fastest([plan], cut)
+            plan = self.divide(replicas=replicas)
+            best = self.fastest([plan], replicas)
             return plan if best is None else best.plan
         whole = self.divide()
         plans = self.candidates([])
         if not plans and len(whole.stages) > 1:
             plans = [whole]
-        best = self.fastest(plans, self.divide)
+        best = self.fastest(plans)
         copies: Partition | None = whole
         if len(whole.stages) > 1:
             try:
@@ -408,7 +406,7 @@ class Planner:
     def fastest(
         self,
         plans: Sequence[Partition],
-        divide: Callable[..., Partition],
+        replicas: Sequence[int] | None = None,
         least_s: float = math.inf,
     ) -> Offer | None:
         """The plan that is simulated to be fastest, if faster than ``least_s``.
@@ -433,11 +431,11 @@ class Planner:
         # Where a minibatch is cut, its number in transit is settled.
         if offers and fastest_s() > promised / REACHED and not self.mode.coalesces:
             known = plans[0].data_parallel_s  # with links as they are
-            race([replace(plan, data_parallel_s=known) for plan in self._with_slack(divide)])
+            race([replace(plan, data_parallel_s=known) for plan in self._with_slack(replicas)])
         near = (offer for offer in offers if offer.period_s <= fastest_s() / REACHED)
         return min(near, key=lambda offer: (offer.plan.in_flight[0], offer.period_s), default=None)
 
-    def _with_slack(self, divide: Callable[..., Partition]) -> list[Partition]:
+    def _with_slack(self, replicas: Sequence[int] | None) -> list[Partition]:
         """The best plans for slower links, on which messages have time to wait for each other."""
         network = self.cluster.network
         if len(network.levels(self.cluster.workers)) > 1:
@@ -448,7 +446,7 @@ class Planner:
         plans: dict[tuple[tuple[str, ...], ...], Partition] = {}
         for factor in _SLOWER:
             slower = Network(Link(link.alpha, link.beta / factor))
-            plan = divide(cluster=replace(self.cluster, network=slower))
+            plan = self.divide(replace(self.cluster, network=slower), replicas=replicas)
             if self._is_tried(plan):
                 plans.setdefault(tuple(stage.layers for stage in plan.stages), plan)
         return list(plans.values())
