@@ -179,6 +179,16 @@ def test_partition(bytes: list[int], count: int, data: st.DataObject) -> None:
     assert sorted(plan.names) == sorted(names)
 
 
+def test_the_last_bucket_leaves_at_the_end_of_the_step() -> None:
+    """It carries the control flags, which are known then."""
+    _, work, comm = layers(3, 1.0)
+    work = dataclasses.replace(work, backward_s=50.0)
+    sent = overlap.timed_messages(work, comm, [[0], [1, 2]], [2, 1])
+    assert [(m.bucket, m.ready_s, m.needed_s) for m in sent] == [(0, 1.0, 2.0)] * 2 + [
+        (1, 50.0, 0.0)
+    ]
+
+
 ONE = np.array([1.0])
 
 
