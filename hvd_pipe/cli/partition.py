@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -106,20 +107,7 @@ def command(
         run.timeline.save(timeline)
     slowest = max(stage.time_s for stage in best.stages) or 1.0
     emit(
-        options.document(
-            "partition",
-            profile,
-            cluster,
-            partition=json.loads(best.to_json()),
-            config=best.config,
-            simulated_period_s=best.simulated_s,
-            on_paper=on_paper
-            and {
-                "config": on_paper.config,
-                "period_s": on_paper.period_s,
-                "simulated_period_s": on_paper.simulated_s,
-            },
-        ),
+        options.document("partition", profile, cluster, **_results(best, on_paper)),
         [
             {**asdict(stage), "in_flight": in_flight}
             for stage, in_flight in zip(best.stages, best.in_flight, strict=True)
@@ -139,6 +127,20 @@ def command(
         title=best.config,
         below=_notes(best, on_paper, max_states, path, timeline),
     )
+
+
+def _results(best: Partition, on_paper: Partition | None) -> dict[str, Any]:
+    paper = on_paper and {
+        "config": on_paper.config,
+        "period_s": on_paper.period_s,
+        "simulated_period_s": on_paper.simulated_s,
+    }
+    return {
+        "partition": json.loads(best.to_json()),
+        "config": best.config,
+        "simulated_period_s": best.simulated_s,
+        "on_paper": paper,
+    }
 
 
 def _notes(
