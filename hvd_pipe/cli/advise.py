@@ -1,10 +1,4 @@
-"""``hvd-pipe advise``: which strategy, with which options, and why.
-
-With --json, in bytes and seconds::
-
-    {"command", "profile", "cluster", then `Advice.to_json`: "schema", "workers", "best", "reason",
-     "warnings", "notes", "rows"}
-"""
+"""``hvd-pipe advise``: which strategy, with which options, and why."""
 
 from __future__ import annotations
 
@@ -80,11 +74,11 @@ def command(
         optimizer_ratio=optimizer_state,
         **training,
     )
-    found = advice.to_json()
+    document = advice.to_json()
     with_codecs = {"codec~": "codec"} if any(row.codec != "none" for row in advice.rows) else {}
     emit(
-        options.document("advise", profile, cluster, **found),
-        found["rows"],
+        options.document("advise", profile, cluster, **document),
+        document["rows"],
         {
             "strategy~": _strategy,
             **with_codecs,
@@ -103,7 +97,7 @@ def command(
 
 
 def _strategy(row: Any) -> str:
-    """A strategy on several lines where it has long options; a baseline by its short name."""
+    """Write a strategy, long options on lines of their own; a baseline by its short name."""
     name = row["time"]["method"] if row["baseline"] else row["strategy"]
     lines = name.replace(",", ",\n").replace(":overlap", ":\noverlap")
     return f"{lines}{'' if row['usable'] else ' (!)'}"
@@ -132,7 +126,7 @@ def _notes(advice: Advice) -> Iterator[str]:
 
 
 def _paste(row: Row) -> str:
-    """What to write into the training script, where hvd_pipe has the strategy."""
+    """Say what to write into the training script."""
     verb = "Paste" if row.usable else "Not to be used as it is"
     if row.pipeline is not None:
         return f"{verb}: {row.pipeline.paste}"

@@ -168,9 +168,9 @@ def measure(
     lacks = where == "cuda" and torch.cuda.device_count() < hvd.local_size()
     if device is None and lacks:
         where = "cpu"
-    asked = f"--max-bytes {max_bytes} --budget {budget_s:g}"
+    settings = f"--max-bytes {max_bytes} --budget {budget_s:g}"
     check_alike(
-        [("options", asked), ("device", where), ("a GPU for each rank", str(not lacks))],
+        [("options", settings), ("device", where), ("a GPU for each rank", str(not lacks))],
         "hvd_pipe.bench",
         hvd.global_process_set,
     )
@@ -186,13 +186,13 @@ def measure(
         memory = torch.cuda.get_device_properties(place).total_memory
     first, everyone = hvd.rank() == 0, hvd.global_process_set
     sizes, seconds, delay = _rounds(message_sizes(max_bytes), place, budget_s, first, everyone)
-    workers, each = hvd.size(), hvd.local_size()
+    workers, per_node = hvd.size(), hvd.local_size()
     controller = "MPI" if hvd.mpi_enabled() else "Gloo"
     hvd.shutdown()
     if not first:
         return None
     model = replace(measured(sizes, seconds), delay=delay, blocking=not uses_nccl(place))
-    network = Network(None, measured=model, measured_workers=workers, measured_per_node=each)
+    network = Network(None, measured=model, measured_workers=workers, measured_per_node=per_node)
     name = f"measured on {workers} ranks, {where}"
     cluster = Cluster(workers, network, memory_bytes=memory, name=name)
     document = {"command": "bench", "workers": workers, "device": where, "controller": controller}

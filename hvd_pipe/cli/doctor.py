@@ -54,7 +54,7 @@ Answer = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One thing looked at."""
+    """One line of the report."""
 
     section: str
     name: str
@@ -100,10 +100,10 @@ def _installed(seconds: int) -> Iterator[Row]:
     versions = {name: installed(name) for name in _PACKAGES}
     versions["tensorflow"] = installed("tensorflow", "tensorflow-cpu", "tf-nightly")
     keras_alone = bool(versions["tensorflow"] and not versions["torch"])
-    needless = {"tensorflow", "keras"} | ({"torch"} if versions["tensorflow"] else set())
+    optional = {"tensorflow", "keras"} | ({"torch"} if versions["tensorflow"] else set())
     yield Row("Versions", "python", True, platform.python_version())
     for name, version in versions.items():
-        todo = "" if version or name in needless else _MEND[name]
+        todo = "" if version or name in optional else _MEND[name]
         required = name in ("hvd_pipe", "numpy", "horovod")
         yield Row("Versions", name, bool(version), version or "not installed", todo, required)
     loaded = {package: ask(package, seconds) for package in progress([*_FRAMEWORKS], "importing")}
@@ -121,15 +121,15 @@ def _installed(seconds: int) -> Iterator[Row]:
         yield Row("GPUs", device, built["NCCL"], "", "" if built["NCCL"] else _MEND["NCCL"])
     none = bool(built) and not built["MPI"] and not built["Gloo"]
     for name in ("MPI", "Gloo"):
-        found = "" if built else "unknown: Horovod does not load"
+        state = "" if built else "unknown: Horovod does not load"
         todo = _MEND["MPI"] if none else ""
-        yield Row("Controllers", name, built.get(name, False), found, todo, none)
+        yield Row("Controllers", name, built.get(name, False), state, todo, none)
     for name in ("NCCL", "DDL", "CCL", "MPI", "Gloo"):
         yield Row("Tensor operations", name, built.get(name, False))
     for name in ("horovodrun", "mpirun"):
         path = _tool(name)
-        found, todo = (path, "") if path else ("not found on PATH", _MEND[name])
-        yield Row("Launchers", name, bool(path), found, todo, name == "horovodrun")
+        state, todo = (path, "") if path else ("not found on PATH", _MEND[name])
+        yield Row("Launchers", name, bool(path), state, todo, name == "horovodrun")
 
 
 def _self_test(rows: Sequence[Row], seconds: int) -> Iterator[Row]:
@@ -147,12 +147,12 @@ def _self_test(rows: Sequence[Row], seconds: int) -> Iterator[Row]:
     works = any(answer.get("right") for answer in answers.values())
     for controller, answer in answers.items():
         good = bool(answer.get("right"))
-        found = f"{controller}, {answer['device']}" if good else answer.get("error", "a wrong sum")
+        state = f"{controller}, {answer['device']}" if good else answer.get("error", "a wrong sum")
         todo = f"horovodrun -np {_RANKS} --verbose hvd-pipe bench --budget 1 shows more"
-        if "no answer" in found:
+        if "no answer" in state:
             todo += f"; a slow machine may need --timeout {4 * seconds}"
         row = f"{name}, {controller}"
-        yield Row("Self-test", row, good, found, "" if good else todo, good or not works)
+        yield Row("Self-test", row, good, state, "" if good else todo, good or not works)
 
 
 def _tool(name: str) -> str | None:

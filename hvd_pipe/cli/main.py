@@ -29,7 +29,7 @@ COMMANDS = {
 
 
 class _Group(click.Group):
-    """Imports a command's module when it is asked for; tells errors in one line."""
+    """Imports a command's module when the command runs; prints errors in one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -37,10 +37,10 @@ _PATIENCE_S = 10.0
 
 
 class Command(click.Command):
-    """A command whose mistakes rank 0 alone tells, where it runs on all ranks of a job."""
+    """A command of whose ranks rank 0 alone prints wrong usage."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; where rank 0 says what is wrong, others end after it has spoken."""
+        """Parse; other ranks end after rank 0 has printed what is wrong."""
         if job_size() > 1:
             # Open MPI gives ranks a pseudo-terminal, but what they print ends in a pipe or a file.
             os.environ.setdefault("TTY_COMPATIBLE", "0")
@@ -53,7 +53,7 @@ class Command(click.Command):
             raise
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Say behind the options what PROFILE may be, where a command takes one."""
+        """Explain PROFILE below the options, where a command takes one."""
         if any(param.name == "profile" for param in self.params):
             formatter.write_paragraph()
             formatter.write_text(
@@ -195,7 +195,7 @@ def check_writable(path: Path) -> None:
 
 
 def document(command: str, profile: ModelProfile, cluster: Cluster, **rest: Any) -> dict[str, Any]:
-    """A command's JSON document: its name, the profile, the cluster, then what it found."""
+    """A command's JSON document: its name, the profile, the cluster, then its results."""
     about = {"profile": profile_json(profile), "cluster": json.loads(cluster.to_json())}
     return {"command": command, **about, **rest}
 
@@ -345,8 +345,8 @@ def cluster_options(
 
 
 def warn_of_measurement(network: Network, workers: int) -> None:
-    """Warn on stderr of a measurement that says little, in itself or about so many workers."""
-    ranks, each, comm = network.measured_workers, network.measured_per_node, network.measured
+    """Warn on stderr of a measurement that is noisy, or of far fewer workers."""
+    ranks, per_node, comm = network.measured_workers, network.measured_per_node, network.measured
     if ranks is None:
         return
     if comm is not None and comm.error is not None and comm.error > NOISY:
@@ -354,7 +354,7 @@ def warn_of_measurement(network: Network, workers: int) -> None:
             f"the measured all-reduce is off by {comm.error:.0%} on average: its times jumped "
             "about; measure again with nothing else running, or give --bandwidth"
         )
-    if each is not None and each >= ranks and workers > each:
+    if per_node is not None and per_node >= ranks and workers > per_node:
         warning(
             f"measured on {ranks} ranks of one machine: the network between machines is not in "
             "it; measure on two machines or give --bandwidth"

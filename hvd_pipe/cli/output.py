@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import click
@@ -23,7 +24,7 @@ Column = str | Callable[[Row], object]
 
 
 class Failure(click.ClickException):
-    """What was asked for could not be done; one line on stderr, exit code 1."""
+    """The command failed; one line on stderr, exit code 1."""
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print ``error: ...`` on stderr."""
@@ -110,6 +111,11 @@ def from_to(names: Sequence[str]) -> str:
 def note(text: str) -> None:
     """Print a line of the human output on stdout, wrapped at words."""
     _console().print(Text(text))
+
+
+def wrote(*paths: Path | None) -> Iterator[str]:
+    """Say which files were written."""
+    return (f"Wrote {path}." for path in paths if path is not None)
 
 
 def warning(text: str) -> None:

@@ -1,12 +1,4 @@
-"""``hvd-pipe partition``: PipeDream's stages and replicas.
-
-With --json, in bytes and seconds::
-
-    {"command", "profile", "cluster", "partition": as -o writes it, "config": "15-1",
-     "simulated_period_s": null unless --versions stash,
-     "on_paper": null, or {"config", "period_s", "simulated_period_s"} of the plan that is faster
-                 where all messages are hidden, and slower where the schedule runs}
-"""
+"""``hvd-pipe partition``: PipeDream's stages and replicas."""
 
 from __future__ import annotations
 
@@ -22,7 +14,7 @@ import click
 
 from hvd_pipe import units
 from hvd_pipe.cli import options
-from hvd_pipe.cli.output import InputError, emit, from_to, one_line
+from hvd_pipe.cli.output import InputError, emit, from_to, one_line, wrote
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.partition import MAX_STATES, VERSIONS
 from hvd_pipe.planning.pipeline_plans import Planner
@@ -99,10 +91,13 @@ def command(
     if timeline is not None and versions != "stash":
         raise click.UsageError("--timeline shows PipeDream's own schedule: --versions stash.")
     try:
-        search = Planner(profile, cluster, versions, optimizer_state, max_states=max_states)
-        best, on_paper = _plans(search, straight, replicas)
+        planner = Planner(profile, cluster, versions, optimizer_state, max_states=max_states)
+        best, on_paper = planner.choose(straight, replicas)
     except ValueError as error:
-        raise InputError(_with_flags(one_line(error))) from error
+        message = one_line(error)
+        for pattern, flag in _FLAGS:
+            message = re.sub(pattern, flag, message)
+        raise InputError(message) from error
     if path is not None:
         best.save(path)
     if timeline is not None:
@@ -112,7 +107,7 @@ def command(
         run.timeline.save(timeline)
     slowest = max(stage.time_s for stage in best.stages) or 1.0
     emit(
-        options.document("partition", profile, cluster, **_found(best, on_paper)),
+        options.document("partition", profile, cluster, **_results(best, on_paper)),
         [
             {**asdict(stage), "in_flight": in_flight}
             for stage, in_flight in zip(best.stages, best.in_flight, strict=True)
@@ -134,7 +129,7 @@ def command(
     )
 
 
-def _found(best: Partition, on_paper: Partition | None) -> dict[str, Any]:
+def _results(best: Partition, on_paper: Partition | None) -> dict[str, Any]:
     paper = on_paper and {
         "config": on_paper.config,
         "period_s": on_paper.period_s,
@@ -146,24 +141,6 @@ def _found(best: Partition, on_paper: Partition | None) -> dict[str, Any]:
         "simulated_period_s": best.simulated_s,
         "on_paper": paper,
     }
-
-
-def _plans(
-    search: Planner, straight: bool, replicas: tuple[int, ...] | None
-) -> tuple[Partition, Partition | None]:
-    """The plan that is fastest as it runs, and that which only is so on paper, if another."""
-    plan = search.divide(straight=straight, replicas=replicas)
-    if search.mode.name != "stash":
-        return plan, None
-    plan = search.offer(plan).plan
-    if straight:
-        return plan, None
-    best = search.best(replicas)
-    if best.simulated_s is None:  # one stage
-        best = search.offer(best).plan
-    assert plan.simulated_s is not None
-    assert best.simulated_s is not None
-    return (best, plan) if best.simulated_s < plan.simulated_s else (plan, None)
 
 
 def _notes(
@@ -196,8 +173,7 @@ def _notes(
         yield (
             f"Not all cuts of the model were tried: raise --max-states {max_states} to try more."
         )
-    for path in filter(None, paths):
-        yield f"Wrote {path}."
+    yield from wrote(*paths)
 
 
 def _replicas(plan: str, workers: int, straight: bool) -> tuple[int, ...]:
@@ -207,9 +183,3 @@ def _replicas(plan: str, workers: int, straight: bool) -> tuple[int, ...]:
         return parse_replicas(plan, workers)
     except ValueError as error:
         raise click.BadParameter(one_line(error), param_hint="'--plan'") from error
-
-
-def _with_flags(message: str) -> str:
-    for pattern, flag in _FLAGS:
-        message = re.sub(pattern, flag, message)
-    return message

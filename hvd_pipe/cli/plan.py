@@ -1,10 +1,4 @@
-"""``hvd-pipe plan``: which gradients travel together, and what that is predicted to cost.
-
-With --json, in bytes and seconds::
-
-    {"command", "profile", "cluster", "method", "bucket_bytes", "compression", "predicted_s",
-     "exposed_s", "buckets": [{"names", "bytes", "ready_s", "start_s", "end_s"}, ...]}
-"""
+"""``hvd-pipe plan``: which gradients travel together, and what that is predicted to cost."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _GRACE_S = 10.0
 
 
 class _Command(options.Command):
-    """Leaves everything behind a script to the script, as ``python train.py ...`` does."""
+    """Passes what follows a script to the script, as ``python train.py ...`` does."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for index, argument in enumerate(args):
@@ -164,9 +164,8 @@ def _print(profile: ModelProfile, path: Path, as_json: bool) -> None:
 def profile_script(command: Sequence[str], target: Path) -> None:
     """Run a script with its arguments until it has written its profile to ``target``.
 
-    Alone, the script is ended then: nobody waits for the rest of a training. Under a launcher it
-    runs to its end, because a rank that leaves early is a failure to the others. What the script
-    prints goes to stderr: stdout is the command's own.
+    Then it is ended; under a launcher it runs to its end, because a rank that leaves early fails
+    the others. What it prints goes to stderr: stdout is the command's.
     """
     if not Path(command[0]).is_file():
         raise InputError(f"{command[0]}: No such file")
@@ -206,7 +205,7 @@ def profile_script(command: Sequence[str], target: Path) -> None:
 
 
 def _written(part: Path) -> ModelProfile | None:
-    """Return the profile once it is there, and not half of it."""
+    """Return the profile, or None while it is not written completely."""
     try:
         return ModelProfile.load(part)
     except (OSError, ValueError):
@@ -219,7 +218,7 @@ def measure_model(
     """Measure the training step of the model that ``module:factory`` makes."""
     shapes = [Shape.parse(text) for text in inputs]
     factory = find(name)
-    with _telling(f"{name}() failed", "; it is called without arguments"):
+    with _as_input_error(f"{name}() failed", "; it is called without arguments"):
         model = factory()
     if "keras" in sys.modules and isinstance(model, sys.modules["keras"].Model):
         shapes, measure = shapes or _known_shapes(model), _measure_keras
@@ -239,10 +238,9 @@ def measure_model(
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One input of a model: ``32,3,224,224`` or ``32,128:int64``.
+    """An input of a model: normal numbers, or zeros and ones where it has integers.
 
-    It is made of normal numbers, or of zeros and ones where it has integers, which are indices of
-    every embedding and classes of every task with two.
+    Those are indices of every embedding, and classes of every task with two.
     """
 
     text: str
@@ -251,11 +249,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Read one.
-
-        >>> Shape.parse("32,128:int64").sizes
-        (32, 128)
-        """
+        """Read ``32,3,224,224`` or ``32,128:int64``."""
         match = _INPUT.fullmatch(text.strip())
         if match is None:
             raise ValueError(
@@ -296,7 +290,7 @@ def _module(where: str) -> ModuleType:
         raise InputError(f"{where}: No such file")
     # A console script does not look for modules here, as `python -m` would.
     sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
-    with _telling(f"importing {where} failed"):
+    with _as_input_error(f"importing {where} failed"):
         if not is_file:
             return importlib.import_module(where)
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -309,7 +303,7 @@ def _module(where: str) -> ModuleType:
 
 
 @contextmanager
-def _telling(what: str, more: str = "") -> Iterator[None]:
+def _as_input_error(what: str, more: str = "") -> Iterator[None]:
     """Turn an error of the user's code into one line: its kind and the first line of it."""
     try:
         yield
@@ -319,7 +313,7 @@ def _telling(what: str, more: str = "") -> Iterator[None]:
         raise InputError(f"{what}: {kind}: {text or '(no message)'}{more}") from error
 
 
-def _given(shapes: Sequence[Shape]) -> str:
+def _as_options(shapes: Sequence[Shape]) -> str:
     return " ".join(f"--input {shape.text}" for shape in shapes)
 
 
@@ -352,15 +346,15 @@ def _measure_torch(
         model.zero_grad()
         loss_of(model(*inputs)).backward()
 
-    with _telling(f"the model does not take {_given(shapes)}"):
+    with _as_input_error(f"the model does not take {_as_options(shapes)}"):
         output = model(*inputs)
-    with _telling("the loss of the model's output failed"):
+    with _as_input_error("the loss of the model's output failed"):
         value = loss_of(output)
     tensor = isinstance(value, torch.Tensor)
     if not tensor or value.numel() != 1 or not value.requires_grad:
         what = f"{list(value.shape)} tensor" if tensor else type(value).__name__
         raise InputError(f"the loss must be one number with a gradient, got a {what}")
-    with _telling("the backward pass failed"):
+    with _as_input_error("the backward pass failed"):
         step()
     return measure_profile(model, step, **how)
 
@@ -410,7 +404,10 @@ def _measure_keras(
                 inputs.append(tf.random.normal(shape.sizes, dtype=dtype))
             else:
                 inputs.append(tf.cast(tf.random.uniform(shape.sizes, 0, 2, tf.int32), dtype))
-        with _telling(f"the model does not take {_given(shapes)}"), warnings.catch_warnings():
+        with (
+            _as_input_error(f"the model does not take {_as_options(shapes)}"),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")  # that the structure of inputs is another
             model(inputs[0] if len(inputs) == 1 else inputs)
         return measure_profile(model, inputs, loss_of, **how)

@@ -1,16 +1,7 @@
 """``hvd-pipe simulate`` and ``trace``: how fast each strategy gets, and timelines as pictures.
 
-With --json, in bytes and seconds; of ``simulate``::
-
-    {"command", "profile", "cluster", "compression", "steps", "seed",
-     "rows": [{"workers", "method", "step_s", "exposed_s", "comm_s", "messages", "speedup",
-               "efficiency"}, ...]}
-
-``speedup`` is in units of one worker, and ``messages`` are those of a step. With a sweep, the
-cluster is that of its last number of workers. Of ``trace``::
-
-    {"command", "output", "title", "strategy", "events", "span_s",
-     "lanes": [{"worker", "lane", "events", "busy_s"}, ...]}
+In the rows of ``simulate``, ``speedup`` is in units of one worker, and ``messages`` are those of a
+step. With a sweep, the cluster of the JSON document is that of its last number of workers.
 """
 
 from __future__ import annotations
@@ -23,7 +14,7 @@ import click
 
 from hvd_pipe import _pictures, units
 from hvd_pipe.cli import options
-from hvd_pipe.cli.output import InputError, emit, exposed, one_line, progress, warning
+from hvd_pipe.cli.output import InputError, emit, exposed, one_line, progress, warning, wrote
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.comm import CODECS
 from hvd_pipe.planning.methods import Method, label, parse
@@ -112,11 +103,11 @@ def command(
         warning(
             "the profile has no forward times: steps are backward alone, so speedups are too low"
         )
-    asked = {"compression": compression, "steps": steps, "seed": seed}
-    shown = options.describe(cluster)
+    settings = {"compression": compression, "steps": steps, "seed": seed}
+    described = options.describe(cluster)
     few = len(counts) == 1
     emit(
-        options.document("simulate", profile, sized, **asked, rows=rows),
+        options.document("simulate", profile, sized, **settings, rows=rows),
         rows,
         {
             **({} if few else {"workers": "workers"}),
@@ -129,7 +120,7 @@ def command(
             "effi-\nciency": lambda row: f"{row['efficiency']:.1%}",
         },
         as_json=as_json,
-        above=(options.summary(profile), shown if few else shown.partition(": ")[2]),
+        above=(options.summary(profile), described if few else described.partition(": ")[2]),
         below=_notes(methods, timeline, path),
     )
 
@@ -137,8 +128,7 @@ def command(
 def _notes(methods: tuple[Method, ...], *paths: Path | None) -> Iterator[str]:
     if not methods:
         yield "pipe-sgd and cocod as they are by default: hvd-pipe advise finds options that fit."
-    for path in filter(None, paths):
-        yield f"Wrote {path}."
+    yield from wrote(*paths)
 
 
 def _counts(

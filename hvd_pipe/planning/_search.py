@@ -82,7 +82,7 @@ def _transfer(level: Level, size: Any) -> Any:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A stage of the answer: its layers between two cuts, and its share of the objective."""
+    """A stage: its layers between two cuts, its replicas, seconds per minibatch."""
 
     first: int
     last: int
@@ -152,9 +152,9 @@ def _cut_sets(edges: list[tuple[int, int]], size: int, max_states: int) -> tuple
     exact = True
     for fewer in (_in_order, _at_the_ends):
         for at in sorted(range(len(sets)), key=lambda at: -len(sets[at])):
-            found = fewer(*regions[at])
-            if sum(map(len, sets)) > max_states and len(found) < len(sets[at]):
-                sets[at], exact = found, False
+            kept = fewer(*regions[at])
+            if sum(map(len, sets)) > max_states and len(kept) < len(sets[at]):
+                sets[at], exact = kept, False
     cuts = sorted((cut for region in sets for cut in region), key=int.bit_count)
     if len(cuts) > max_states:
         raise ValueError(
@@ -167,7 +167,7 @@ def _cut_sets(edges: list[tuple[int, int]], size: int, max_states: int) -> tuple
 
 
 def _regions(before: list[int], after: list[int]) -> list[tuple[int, list[int]]]:
-    """The layers between two that every path goes through, each with the set of all before."""
+    """Runs of layers between those on every path, each with the set of all layers before it."""
     size = len(before)
     ancestors, descendants = [0] * size, [0] * size
     for at in range(size):
@@ -188,15 +188,15 @@ def _regions(before: list[int], after: list[int]) -> list[tuple[int, list[int]]]
 
 def _closed_sets(base: int, layers: list[int], before: list[int], limit: int) -> list[int]:
     """All sets of a region's layers that hold what these use; one above the limit is enough."""
-    found = [base]
+    cuts = [base]
     known = {base}
-    for cut in found:
+    for cut in cuts:
         for layer in layers:
             more = cut | 1 << layer
-            if more not in known and not before[layer] & ~cut and len(found) <= limit:
+            if more not in known and not before[layer] & ~cut and len(cuts) <= limit:
                 known.add(more)
-                found.append(more)
-    return found
+                cuts.append(more)
+    return cuts
 
 
 def _in_order(base: int, layers: list[int]) -> list[int]:
@@ -328,7 +328,7 @@ class Search:
         return best
 
     def _divide(self, level: int, behind: int, i: int, j: int, q: int) -> list[Leaf]:
-        """The stages behind ``best[q][i, j]``: finds the choices again, the last stage first."""
+        """The stages of ``best[q][i, j]``, found from the last one backwards."""
         best = self._table(level, behind)
         stages: list[Leaf] = []
         while True:

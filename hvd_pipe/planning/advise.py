@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from hvd_pipe.cocod import split_batch
+from hvd_pipe.planning import choice
 from hvd_pipe.planning._checks import check_finite
-from hvd_pipe.planning.choice import MARGIN, candidates
+from hvd_pipe.planning.choice import MARGIN
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.comm import CODECS, CodecCost
 from hvd_pipe.planning.messages import node_comm
@@ -39,12 +40,22 @@ from hvd_pipe.units import format_bytes, format_seconds
 __all__ = ["MARGIN", "Advice", "PipelinePlan", "Row", "advise"]
 
 
+SCHEMA = "hvd_pipe.advice/1"
+
+PIPEDREAM = "pipedream"
+"""Its name among the methods that :func:`advise` chooses from."""
+
+_MODES = ("stash", "2bw", "flush")
 _MOMENTUM = 0.9  # where none is given, warn of what this would do
+_MOST_LISTED = 5
+_SIMULATED_STEPS = 200
+_PULL_BACK = 0.6  # as published for Overlap-Local-SGD
+_OF_A_FRAGMENT = 0.75  # of its limit is stable where curvature couples fragments, too
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is known of the training; `hvd_pipe.planning.advise.advise` says what each is."""
+    """What is known of the training; see :func:`advise`."""
 
     learning_rate: float | None
     curvature: float | None
@@ -60,7 +71,7 @@ class PipelinePlan:
         plan, replicas: what ``plan=`` takes, such as "15-1", and workers of each stage.
         mode, microbatches: what ``mode=`` takes, and a minibatch's number of workers' batches.
         period_s: seconds in which the pipeline trains one worker's batch.
-        memory_bytes, versions: of a worker, activations included, and of weights that it holds.
+        memory_bytes, versions: of a worker, with activations, and versions of its weights.
         staleness: how many updates old its gradients are.
         saved: the part of data parallelism's bytes that it does not send.
         paste: the call that makes it.
@@ -117,8 +128,8 @@ class Row:
     pipeline: PipelinePlan | None = None
 
 
-def stability(limit_at: Callable[[float], float], training: Training) -> tuple[bool, list[str]]:
-    """Whether a method is known to diverge, and what to say about it."""
+def _stability(limit_at: Callable[[float], float], training: Training) -> tuple[bool, list[str]]:
+    """Whether a method is known to diverge, and warnings of that."""
     momentum = training.momentum or 0.0
     limit, usual = limit_at(momentum), 2.0 * (1.0 + momentum)
     rate, curvature = training.learning_rate, training.curvature
@@ -148,13 +159,7 @@ def stability(limit_at: Callable[[float], float], training: Training) -> tuple[b
     return False, [text]
 
 
-PIPEDREAM = "pipedream"
-"""Its name among the methods that :func:`hvd_pipe.planning.advise.advise` chooses from."""
-
-ADVISED_MODES = ("stash", "2bw", "flush")
-
-
-def pipeline_rows(
+def _pipeline_rows(
     profile: ModelProfile, cluster: Cluster, training: Training, data_parallel_s: float
 ) -> tuple[list[Row], tuple[str, ...]]:
     """A row for each mode in which a pipeline beats data parallelism, or why there is none."""
@@ -170,18 +175,17 @@ def pipeline_rows(
         )
     if refused:
         return [], (f"No pipeline: {refused}.",)
-    rows = []
-    slowest_s = data_parallel_s / cluster.workers
+    rows: list[Row] = []
     reasons: list[str] = []
     plans: list[Partition] = []
     fitting = False
-    for mode in ADVISED_MODES:
-        search = Planner(profile, cluster, mode, training.optimizer_ratio)
+    for mode in _MODES:
+        planner = Planner(profile, cluster, mode, training.optimizer_ratio)
         # Without a limit of memory, plans do not depend on the versions that a mode keeps.
-        if mode == ADVISED_MODES[0] or cluster.memory_bytes is not None:
-            plans = search.candidates(reasons)
+        if mode == _MODES[0] or cluster.memory_bytes is not None:
+            plans = planner.candidates(reasons)
         fitting = fitting or bool(plans)
-        best = search.fastest(plans, search.divide, slowest_s)
+        best = planner.fastest(plans, least_s=data_parallel_s / cluster.workers)
         if best is not None:
             rows.append(_pipeline_row(profile, cluster, best, training))
     if rows:
@@ -208,14 +212,14 @@ def _pipeline_row(
         microbatches=cost.microbatches,
         period_s=offer.period_s,
         memory_bytes=cost.memory_bytes,
-        versions=tuple(one.versions for one in cost.held),
-        staleness=tuple(one.staleness for one in cost.held),
+        versions=tuple(held.versions for held in cost.held),
+        staleness=tuple(held.staleness for held in cost.held),
         saved=cost.saved(cost.microbatches),
         paste=f'PipeDream(model, loss_fn, optimizer_fn, plan="{name}", mode="{cost.mode}"{cut})',
     )
     oldest = max(pipeline.staleness)
     time = _pipeline_time(f"{PIPEDREAM} {name} {cost.mode}", cluster, offer)
-    unstable, warnings = stability(partial(delayed_rate, oldest), training)
+    unstable, warnings = _stability(partial(delayed_rate, oldest), training)
     weights = zip(cost.memory_bytes, cost.activation_bytes, strict=True)
     return Row(
         strategy=time.method,
@@ -260,27 +264,27 @@ def _pipeline_time(name: str, cluster: Cluster, offer: Offer) -> StepTime:
     )
 
 
-def _pipeline_reason(made: PipelinePlan, cost: PipelineCost, workers: int) -> str:
-    """How busy it is, and its price by stage."""
-    sends = f"{made.saved:.0%} less" if made.saved >= 0 else f"{-made.saved:.0%} more"
+def _pipeline_reason(pipeline: PipelinePlan, cost: PipelineCost, workers: int) -> str:
+    saved, count = pipeline.saved, pipeline.microbatches
+    sends = f"{saved:.0%} less" if saved >= 0 else f"{-saved:.0%} more"
     text = (
-        f"the busiest of {len(made.replicas)} stages computes {cost.utilisation:.0%} of the time; "
-        f"sends {sends} than data parallelism; by stage, updates late {_each(made.staleness)}, "
-        f"versions of the weights {_each(made.versions)}, memory with activations "
-        f"{_each([format_bytes(size) for size in made.memory_bytes])}"
+        f"the busiest of {len(pipeline.replicas)} stages computes {cost.utilisation:.0%} of the "
+        f"time; sends {sends} than data parallelism; by stage, updates late "
+        f"{_listed(pipeline.staleness)}, versions of the weights {_listed(pipeline.versions)}, "
+        f"memory with activations {_listed([*map(format_bytes, pipeline.memory_bytes)])}"
     )
-    if made.microbatches > 1:
+    if count > 1:
         text += (
-            f"; the loader's minibatch is {made.microbatches} workers' batches, a microbatch "
-            f"each, where an update of data parallelism has {workers}"
+            f"; the loader's minibatch is {count} workers' batches, a microbatch each, where an "
+            f"update of data parallelism has {workers}"
         )
     return text
 
 
-def _each(values: Sequence[object]) -> str:
-    """A few values, or what they are at the ends.
+def _listed(values: Sequence[object]) -> str:
+    """A few values, or the first and the last.
 
-    >>> _each([3, 2, 1, 0]), _each([1, 1]), _each(range(16))
+    >>> _listed([3, 2, 1, 0]), _listed([1, 1]), _listed(range(16))
     ('3, 2, 1, 0', '1 each', '0 to 15')
     """
     if len(set(values)) == 1:
@@ -290,27 +294,14 @@ def _each(values: Sequence[object]) -> str:
     return ", ".join(map(str, values))
 
 
-_MOST_LISTED = 5
-
-
-SCHEMA = "hvd_pipe.advice/1"
-
-_SIMULATED_STEPS = 200
-_PULL_BACK = 0.6  # as published for Overlap-Local-SGD
-_OF_A_FRAGMENT = 0.75  # of its limit is stable where curvature couples fragments, too
-
-
 @dataclass(frozen=True)
 class Advice:
     """Rows, fastest first, and which one to take.
 
     Args:
-        rows: all of them, baselines as well.
-        best: the one to take.
-        workers: of the cluster.
+        rows, best, workers: all, with baselines; the one to take; workers of the cluster.
         reason: why this one, in a sentence.
-        warnings: what no strategy changes.
-        notes: why PipeDream is not among the rows, where it was to be.
+        warnings, notes: what no strategy changes; why PipeDream is not among the rows.
     """
 
     rows: tuple[Row, ...]
@@ -323,18 +314,18 @@ class Advice:
     def to_json(self) -> dict[str, Any]:
         """A dict for ``json.dump``; times have ``exposed_s`` and ``of_limit`` as well."""
 
-        def row(one: Row) -> dict[str, Any]:
-            derived = {"exposed_s": one.time.exposed_s, "of_limit": one.time.of_limit}
-            return {**asdict(one), "time": {**asdict(one.time), **derived}}
+        def document(row: Row) -> dict[str, Any]:
+            derived = {"exposed_s": row.time.exposed_s, "of_limit": row.time.of_limit}
+            return {**asdict(row), "time": {**asdict(row.time), **derived}}
 
         return {
             "schema": SCHEMA,
             "workers": self.workers,
-            "best": row(self.best),
+            "best": document(self.best),
             "reason": self.reason,
             "warnings": list(self.warnings),
             "notes": list(self.notes),
-            "rows": [row(one) for one in self.rows],
+            "rows": [*map(document, self.rows)],
         }
 
 
@@ -360,12 +351,11 @@ def advise(
         cluster: workers and network. Where speeds differ, CoCoD gets batches in proportion to
             them, and its ``weights``; other methods wait for the slowest worker.
         methods: what to choose from, each with every codec; None: hvd_pipe's strategies, as
-            :mod:`hvd_pipe.planning.choice` fits them, ``merged-gradient:overlap=forward``, which
-            must beat the default by more than ``margin``, and PipeDream, uncompressed, as
-            :mod:`hvd_pipe.planning.advise` does, which "pipedream" asks for, too.
+            :func:`hvd_pipe.planning.choice.candidates` fits them, ``overlap=forward``, which must
+            beat the default by more than ``margin``, and PipeDream ("pipedream"), uncompressed.
         codecs: costs, or names of :data:`hvd_pipe.planning.comm.CODECS`.
-        learning_rate, curvature, momentum: of the training, as far as known; curvature is the
-            largest eigenvalue of the loss's Hessian.
+        learning_rate, curvature, momentum: where known; curvature is the largest eigenvalue of
+            the loss's Hessian.
         optimizer_ratio: bytes of optimizer state a byte of weights: 1 with momentum, 2 with Adam.
         margin: at least 0.
 
@@ -394,7 +384,6 @@ def advise(
         raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")
     if not profile.gradient_bytes().size:
         raise ValueError("the profile has no layer with a gradient, so there is nothing to send")
-    pipelined = methods is None or PIPEDREAM in methods
     training = Training(learning_rate, curvature, momentum, optimizer_ratio)
     chosen = _chosen(profile, cluster, methods, training)
     costs = []
@@ -405,22 +394,22 @@ def advise(
         costs.append(codec if isinstance(codec, CodecCost) else CODECS[codec])
     if not chosen or not costs:
         raise ValueError("nothing to choose from: give at least one method and one codec ('none')")
-    wanted = dict.fromkeys((method, codec) for method in chosen for codec in costs)
-    beside = [(method, CODECS["none"]) for method in BASELINES]
-    beside = [pair for pair in beside if pair not in wanted]
-    rows = [_row(profile, cluster, *pair, training, baseline=False) for pair in wanted]
-    rows += [_row(profile, cluster, *pair, training, baseline=True) for pair in beside]
+    pairs = dict.fromkeys((method, codec) for method in chosen for codec in costs)
+    rows = [_row(profile, cluster, *pair, training, baseline=False) for pair in pairs]
+    for pair in ((method, CODECS["none"]) for method in BASELINES):
+        if pair not in pairs:
+            rows.append(_row(profile, cluster, *pair, training, baseline=True))
     notes: tuple[str, ...] = ()
-    if pipelined:
+    if methods is None or PIPEDREAM in methods:
         least_s = min((x.time.total_s for x in rows if x.exact and x.usable), default=math.inf)
-        pipelines, notes = pipeline_rows(profile, cluster, training, least_s)
+        pipelines, notes = _pipeline_rows(profile, cluster, training, least_s)
         rows += pipelines
     rows.sort(key=lambda row: row.time.total_s)
-    own = [row for row in rows if not row.baseline]
-    best, reason = _recommended(own, margin)
+    candidates = [row for row in rows if not row.baseline]
+    best, reason = _recommended(candidates, margin)
     warnings = []
-    copies = [row for row in own if row.pipeline is None]
-    least = min(copies, key=lambda row: row.time.exposed_s).time
+    times = [row.time for row in candidates if row.pipeline is None]
+    least = min(times, key=lambda time: time.exposed_s)
     stragglers = cluster.jitter and least.comm_s <= least.compute_s  # what waits is not for bytes
     if least.exposed_s > margin * least.compute_s and not stragglers:
         warnings.append(
@@ -437,17 +426,17 @@ def _chosen(
     methods: Sequence[Method | str] | None,
     training: Training,
 ) -> tuple[Method, ...]:
-    """The methods to choose from but PipeDream, beside which data parallelism is weighed."""
+    """The methods to choose from but PipeDream; beside that alone, merged-gradient."""
     if methods is not None:
-        chosen = tuple(parse(one) for one in methods if one != PIPEDREAM)
+        chosen = tuple(parse(method) for method in methods if method != PIPEDREAM)
         return chosen or ((MergedGradient(),) if methods else ())
     compute = profile.compute_s
     if cluster.speeds is not None:
         compute *= cluster.workers / sum(cluster.speeds)
-    merged, pipe, rounds = candidates(profile, cluster.comm(), compute)
-    own = (merged, MergedGradient(overlap="forward"), pipe, rounds)
-    unstable = [one for one in own if _stability(one, training)[0]]
-    return own + tuple(each for one in unstable for each in _steadier(one, profile))
+    merged, pipe, rounds = choice.candidates(profile, cluster.comm(), compute)
+    fitted = (merged, MergedGradient(overlap="forward"), pipe, rounds)
+    unstable = [method for method in fitted if _method_stability(method, training)[0]]
+    return fitted + tuple(other for method in unstable for other in _steadier(method, profile))
 
 
 def _recommended(rows: Sequence[Row], margin: float) -> tuple[Row, str]:
@@ -490,28 +479,27 @@ def _row(
     training: Training,
     baseline: bool,
 ) -> Row:
-    method, batches, pace = _balanced(method, profile, cluster)
+    method, batches = _balanced(method, profile, cluster)
+    pace = float(pace_of(cluster, method).max())
     node = node_comm(method, cluster.network)
     time = step_time(method, _slowed(profile, pace), cluster.comm(), codec, node)
     if cluster.jitter:
         run = simulate(profile, cluster, method, codec, _SIMULATED_STEPS, trace_workers=())
         time = replace(time, total_s=max(run.step_s, time.limit_s))
     memory = memory_bytes(method, profile, codec, training.optimizer_ratio)
-    unstable, warnings = _stability(method, training)
+    unstable, warnings = _method_stability(method, training)
     if isinstance(method, CoCoD | LocalSGD) and not baseline:
         warnings.append(
             "replicas differ until synchronize(): a long period and unlike data on workers cost "
             "accuracy"
         )
-    fits = True
-    if cluster.memory_bytes is not None:
-        activations = sum(layer.activation_bytes for layer in profile.layers)
-        fits = memory + activations <= cluster.memory_bytes
-        if not fits:
-            warnings.append(
-                f"needs {format_bytes(memory)} and {format_bytes(activations)} of activations, "
-                f"more than a worker's {format_bytes(cluster.memory_bytes)}"
-            )
+    activations = sum(layer.activation_bytes for layer in profile.layers)
+    fits = cluster.memory_bytes is None or memory + activations <= cluster.memory_bytes
+    if not fits:
+        warnings.append(
+            f"needs {format_bytes(memory)} and {format_bytes(activations)} of activations, "
+            f"more than a worker's {format_bytes(cluster.memory_bytes or 0)}"
+        )
     if cluster.speeds is not None and pace * sum(cluster.speeds) > cluster.workers * (1 + 1e-6):
         warnings.append(_unbalanced(profile, cluster, pace))
     samples = None if profile.batch is None else cluster.workers * profile.batch
@@ -554,8 +542,8 @@ def _staleness(method: Method) -> int:
 
 def _balanced(
     method: Method, profile: ModelProfile, cluster: Cluster
-) -> tuple[Method, tuple[int, ...] | None, float]:
-    """The method with weights where it has them, its batches, the slowest worker's pace."""
+) -> tuple[Method, tuple[int, ...] | None]:
+    """The method with weights where workers differ, and their batches."""
     speeds = cluster.speeds or (1.0,) * cluster.workers
     batches = None
     if isinstance(method, CoCoD) and method.weights is None and min(speeds) < max(speeds):
@@ -563,7 +551,7 @@ def _balanced(
         if profile.batch is not None:
             weights = batches = tuple(split_batch(cluster.workers * profile.batch, speeds))
         method = replace(method, weights=weights)
-    return method, batches, float(pace_of(cluster, method).max())
+    return method, batches
 
 
 def _unbalanced(profile: ModelProfile, cluster: Cluster, pace: float) -> str:
@@ -600,10 +588,10 @@ def _steadier(method: Method, profile: ModelProfile) -> tuple[Method, ...]:
     return replace(method, pull_back=_PULL_BACK), replace(method, fragments=fragments)
 
 
-def _stability(method: Method, training: Training) -> tuple[bool, list[str]]:
+def _method_stability(method: Method, training: Training) -> tuple[bool, list[str]]:
     is_cut = isinstance(method, CoCoD) and method.fragments > 1
     share = _OF_A_FRAGMENT if is_cut else 1.0
-    return stability(lambda momentum: share * stable_rate(method, momentum), training)
+    return _stability(lambda momentum: share * stable_rate(method, momentum), training)
 
 
 def _reason(time: StepTime, method: Method) -> str:

@@ -30,7 +30,7 @@ class OwnTimes:
     update_s: float  # of the user's optimizer
 
 
-def profile_of(own: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> ModelProfile:
+def profile_of(times: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> ModelProfile:
     """Return a profile with a layer a parameter, in the reverse of the order of readiness.
 
     Its first layer, ``(forward)``, has all that comes before the first gradient, which is thus
@@ -41,14 +41,14 @@ def profile_of(own: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> Mod
         >>> profile.gradient_order(), profile.ready_times().tolist(), profile.compute_s
         (('b', 'a'), [0.0, 0.25], 0.875)
     """
-    order = sorted(range(len(names)), key=lambda index: (own.ready_s[index], -index))
+    order = sorted(range(len(names)), key=lambda index: (times.ready_s[index], -index))
     layers, last = [], 0.0
     for index in order:
-        seconds = max(0.0, own.ready_s[index] - last)
+        seconds = max(0.0, times.ready_s[index] - last)
         layers.append(LayerProfile(names[index], sizes[index], seconds))
         last += seconds
-    forward = LayerProfile(FORWARD, 0, 0.0, own.before_s, 0, "all before the first gradient")
-    return ModelProfile((forward, *reversed(layers)), update_s=own.update_s)
+    forward = LayerProfile(FORWARD, 0, 0.0, times.before_s, 0, "all before the first gradient")
+    return ModelProfile((forward, *reversed(layers)), update_s=times.update_s)
 
 
 WORTH = 0.01
@@ -58,7 +58,7 @@ WORTH = 0.01
 def candidates(
     profile: ModelProfile, comm: CommModel, compute_s: float | None = None
 ) -> tuple[MergedGradient, PipeSGD, CoCoD]:
-    """One of each strategy, as it fits."""
+    """One of each strategy, with the options that fit."""
     period = fitted_period(profile, comm, profile.compute_s if compute_s is None else compute_s)
     return MergedGradient(), PipeSGD(), CoCoD(period=period)
 
@@ -108,15 +108,15 @@ def predict(
         >>> profile = ModelProfile((LayerProfile("w", 10, backward_s=1.0, forward_s=1.0),))
         >>> net = CommModel((0.0,), (0.0,), (0.5,), delay=1.0)
         >>> for method in (MergedGradient(), PipeSGD(), CoCoD()):
-        ...     found = predict(method, profile, net)
-        ...     print(spell(found.method), found.seconds)
+        ...     step = predict(method, profile, net)
+        ...     print(spell(step.method), step.seconds)
         merged-gradient 8.0
         pipe-sgd 5.0
         cocod:period=3 2.0
     """
     if isinstance(method, MergedGradient):  # with the plan in use, whose engine goes on
-        found = MergedGradient(overlap=method.overlap)
-        return Prediction(found, step_time(method, profile, comm, codec).total_s)
+        default = MergedGradient(overlap=method.overlap)
+        return Prediction(default, step_time(method, profile, comm, codec).total_s)
     carried = comm.compressed(codec)
     timed: Method
     if isinstance(method, PipeSGD):
@@ -135,7 +135,9 @@ def choose(predictions: Sequence[Prediction]) -> Prediction:
     So must ``overlap=forward``, beside plain merged-gradient: it asks more of a script. A method
     that is not exact must be faster than both, whichever of them is chosen.
     """
-    best, *others = sorted(predictions, key=lambda found: _ORDER.index(kind_of(found.method)))
+    best, *others = sorted(
+        predictions, key=lambda prediction: _ORDER.index(kind_of(prediction.method))
+    )
     least = best.seconds
     for other in others:
         if least > (1.0 + MARGIN) * other.seconds:
@@ -158,15 +160,15 @@ _ORDER = tuple(kind_of(method) for method in (*_EXACT, PipeSGD(), CoCoD()))
 
 def least_of(methods: Sequence[Method]) -> Method:
     """Return the method that changes the mathematics least."""
-    return min(methods, key=lambda one: _ORDER.index(kind_of(one)))
+    return min(methods, key=lambda method: _ORDER.index(kind_of(method)))
 
 
 def report(best: Prediction, predictions: Sequence[Prediction]) -> str:
     """Return the line that says what was predicted and chosen."""
     others = [
-        f"{spell(one.method)} {milliseconds(one.seconds)}"
-        for one in sorted(predictions, key=lambda one: one.seconds)
-        if one is not best
+        f"{spell(other.method)} {milliseconds(other.seconds)}"
+        for other in sorted(predictions, key=lambda other: other.seconds)
+        if other is not best
     ]
     return f"chose {spell(best.method)}: predicted {milliseconds(best.seconds)} a step" + (
         f" ({', '.join(others)})" if others else ""
@@ -174,5 +176,5 @@ def report(best: Prediction, predictions: Sequence[Prediction]) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time as the lines of the log have it."""
+    """Return a time in milliseconds, for the log."""
     return f"{1e3 * seconds:.1f} ms"

@@ -130,10 +130,8 @@ def hierarchical(
 ) -> CommModel:
     """All-reduce on machines of several workers: fast inside a machine, slow between machines.
 
-    A ring reduce-scatter inside each of the n machines leaves every one of its m workers a sum of
-    ``x/m`` bytes; the m workers of the same place then all-reduce theirs between the machines; a
-    ring all-gather inside hands the parts out. All m messages leave a machine through its one
-    link at the same time, so that each sees m times its ``beta``:
+    The m messages between the n machines leave each through its one link at the same time, so
+    that each sees m times its ``beta``:
 
         reduce-scatter   ``(m-1) alpha_in + (m-1)/m x (beta_in + gamma)``
         all-reduce       ``L alpha_out + (B m beta_out + S gamma) x/m``   (L, B, S = terms(n))
@@ -155,11 +153,10 @@ def rescale(
 ) -> CommModel:
     """What was measured on some workers, for another number of them on the same kind of network.
 
-    With l and b the ratios of the algorithm's latency and byte :func:`terms`, every intercept is
-    multiplied by l and every slope by b, ``T'(x) = l T(x b/l)``, which moves a start s to s l/b:
-    a ring sends chunks of ``x/p``, and a network changes its protocol at a size of chunks.
-    Recursive doubling and the binary tree send whole messages, l = b, and starts stay. So does the
-    ``delay``, which is the software's. How well it extrapolates is not known: ``error`` is None.
+    With l and b the ratios of the algorithm's latency and byte :func:`terms`, it is
+    ``T'(x) = l T(x b/l)``, which moves a start s to s l/b: a ring sends chunks of ``x/p``, and a
+    network changes its protocol at a size of chunks. The ``delay``, which is the software's,
+    stays. How well it extrapolates is not known: ``error`` is None.
 
     Example:
         >>> rescale(CommModel((0, 8192), (1e-4, 8e-4), (1e-8, 3e-9)), 8, 64).starts
@@ -267,13 +264,13 @@ class Network:
         Raises:
             ValueError: no workers, or more than a machine has that do not fill machines.
         """
-        nodes, each = self._nodes(workers)
+        nodes, per_node = self._nodes(workers)
         if self.measured is not None and self.measured_workers is not None:
             return rescale(self.measured, self.measured_workers, workers, self.algorithm)
         link = self.link_time
         if self.inside is None:
             return allreduce(workers, link.alpha, link.beta, self.gamma, self.algorithm)
-        return hierarchical(nodes, each, self.inside, link, self.algorithm, self.gamma)
+        return hierarchical(nodes, per_node, self.inside, link, self.algorithm, self.gamma)
 
     def levels(self, workers: int) -> list[tuple[int, float]]:
         """How the workers are joined: (components, bandwidth in bytes/s), innermost level first.
@@ -281,10 +278,10 @@ class Network:
         Raises:
             ValueError: no workers, or more than a machine has that do not fill machines.
         """
-        nodes, each = self._nodes(workers)
+        nodes, per_node = self._nodes(workers)
         if self.per_node == 1 or self.inside is None:
             return [(workers, self.link_time.bandwidth)]
-        levels = [(each, self.inside.bandwidth)]
+        levels = [(per_node, self.inside.bandwidth)]
         return levels if nodes == 1 else [*levels, (nodes, self.link_time.bandwidth)]
 
     @property

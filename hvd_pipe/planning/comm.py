@@ -26,20 +26,13 @@ __all__ = ["CommModel", "blocked_ends"]
 class CodecCost:
     """A codec as a plan sees it: smaller messages, and some time to make them.
 
-    Args:
-        name: what the codec is called.
-        ratio: bytes on the wire over bytes of gradients, positive.
-        seconds_per_byte: of gradients, for all encoding and decoding that they need, not negative.
-        phases: messages that follow each other in an all-reduce: 2 (all-to-all, all-gather) where
-            Horovod cannot sum what travels, else 1.
-
     Source: Pipe-SGD (Li et al., NeurIPS 2018) has the ratio and the time in its timing model.
     """
 
     name: str
-    ratio: float
-    seconds_per_byte: float = 0.0
-    phases: int = 1
+    ratio: float  # bytes on the wire over bytes of gradients, positive
+    seconds_per_byte: float = 0.0  # of gradients, for all their encoding and decoding
+    phases: int = 1  # messages of an all-reduce: 2 where Horovod cannot sum what travels
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.ratio) and self.ratio > 0.0):
@@ -52,7 +45,6 @@ class CodecCost:
                 f"codec {self.name!r}: seconds_per_byte must be finite and not negative, got "
                 f"{self.seconds_per_byte}"
             )
-
         if self.phases not in (1, 2):
             raise ValueError(f"codec {self.name!r}: phases must be 1 or 2, got {self.phases}")
 
@@ -281,9 +273,8 @@ class CommModel:
     def table(cls, bytes: npt.ArrayLike, seconds: npt.ArrayLike) -> CommModel:
         """Measured points, made monotone, joined by straight lines.
 
-        Several samples of a size count as their median. Where noise makes a longer message look
-        faster, neighbours are pooled and share the median of all their samples (isotonic
-        regression in the L1 norm), so one outlier bends nothing. Below the first size the first
+        Where noise makes a longer message look faster, neighbours are pooled and share the median
+        of all their samples (isotonic regression in the L1 norm). Below the first size the first
         line goes on, but to no negative latency; above the last, the mean slope of the last factor
         of four in size.
 

@@ -30,14 +30,10 @@ def fit(
 ) -> CommModel:
     """The line ``alpha + beta * x`` with the least weighted squared error, neither part negative.
 
-    Samples of one size are reduced to their median. By default a size weighs
-    ``samples / seconds**2``: then the error is relative, and the latency, which only small
-    messages show, counts as much as the bandwidth. Huber weights on the relative residuals, scaled
-    by their median, keep outliers from bending the line.
-
-    Args:
-        bytes, seconds: 1-D, N sizes of which at least two differ, and N positive times.
-        weights: 1-D, N weights, positive, in place of the default; a size weighs their sum.
+    Samples of one size are reduced to their median; there are at least two sizes. By default a
+    size weighs ``samples / seconds**2``: then the error is relative, and the latency, which only
+    small messages show, counts as much as the bandwidth. Huber weights on the relative residuals,
+    scaled by their median, keep outliers from bending the line.
 
     Source: the model of MG-WFBP, arXiv 1912.09268; the estimator is ours.
     """
@@ -72,10 +68,6 @@ def fit_segments(bytes: npt.ArrayLike, seconds: npt.ArrayLike, max_segments: int
     errors below 0.1% earn none). The samples are made monotone first, so outliers do no harm.
     O(k n^2 log n): 0.05 s for 266 sizes.
 
-    Args:
-        bytes, seconds: as :func:`fit`.
-        max_segments: k, at most.
-
     Source: segmented least squares (Bellman 1961); monotone, and on relative errors, ours.
     """
     if max_segments < 1:
@@ -107,13 +99,9 @@ def fit_error(model: CommModel, bytes: npt.ArrayLike, seconds: npt.ArrayLike) ->
 
 
 def measured(bytes: npt.ArrayLike, seconds: npt.ArrayLike, tolerance: float = 0.10) -> CommModel:
-    """The model for measured samples: one line where it will do, else a few, else the table.
+    """The simplest model whose mean relative error is within the tolerance.
 
-    The simplest that keeps its ``error``, over the medians of the sizes, within the tolerance.
-
-    Args:
-        bytes, seconds: as :func:`fit`.
-        tolerance: mean relative error up to which a model will do.
+    That is one line, or a few, or the table.
 
     Example:
         >>> len(measured([1, 2, 3, 4, 6, 8], [2.0, 2.0, 2.0, 9.0, 9.0, 9.0]).starts)
@@ -172,7 +160,7 @@ def _cuts(
     best = np.full_like(cost, np.inf)
     best[0] = cost[0]
     back: list[IntArray] = []
-    found = [(float(best[0, n]), [0])]
+    divisions = [(float(best[0, n]), [0])]
     for _ in range(1, most):
         after, previous = np.full_like(cost, np.inf), np.zeros(cost.shape, dtype=np.intp)
         for i in range(_LEAST, n - _LEAST + 1):
@@ -195,5 +183,5 @@ def _cuts(
         for step in reversed(back):
             end = n if len(runs) == 1 else runs[-2]
             runs.append(int(step[runs[-1], end]))
-        found.append((float(best[last, n]), runs[::-1]))
-    return found
+        divisions.append((float(best[last, n]), runs[::-1]))
+    return divisions

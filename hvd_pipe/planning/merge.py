@@ -420,12 +420,13 @@ def plan_dtype_groups(
     for label in labels:
         indices = np.array([i for i, group in enumerate(groups) if group == label], dtype=np.int64)
         parts.append(_Group(indices, times[indices], sizes[indices]))
-    buckets = [
-        _Bucket(k, int(end - count), int(end))
-        for k, part in enumerate(parts)
-        for own in [sizes_of(part.ready, part.bytes, comm, method, bucket_bytes, margin)]
-        for end, count in zip(np.cumsum(own), own, strict=True)
-    ]
+    buckets = []
+    for k, part in enumerate(parts):
+        counts = sizes_of(part.ready, part.bytes, comm, method, bucket_bytes, margin)
+        ends = np.cumsum(counts)
+        buckets += [
+            _Bucket(k, int(end - count), int(end)) for end, count in zip(ends, counts, strict=True)
+        ]
     if method == "exact":
         slow = comm.each_alone().scaled(1.0, 1.0 + margin) if margin else comm.each_alone()
         options = [_joint(parts, slow), buckets]
@@ -447,7 +448,8 @@ def _joint(groups: Sequence[_Group], comm: CommModel) -> list[_Bucket]:
         np.concatenate(([0.0], np.cumsum(g.bytes)))[np.concatenate(([0], e))]
         for g, e in zip(groups, ends, strict=True)
     ]
-    costs = [_costs(sizes, comm) for sizes in total]
+    # Of tensors i'..i at [i, i']; 0 where there are none.
+    costs = [comm(np.maximum(0.0, sums[:, None] - sums[None, :])) for sums in total]
     finish = np.zeros([len(times) for times in ready])
     previous: dict[tuple[int, ...], tuple[int, int]] = {}
     for state in product(*(range(len(times)) for times in ready)):
@@ -469,11 +471,6 @@ def _joint(groups: Sequence[_Group], comm: CommModel) -> list[_Bucket]:
         buckets.append(_Bucket(k, edges[k][i], edges[k][state[k]]))
         state = (*state[:k], i, *state[k + 1 :])
     return buckets[::-1]
-
-
-def _costs(total: FloatArray, comm: CommModel) -> FloatArray:
-    """Return the seconds of a message of tensors i'..i at [i, i']; 0 where there is none."""
-    return np.asarray(comm(np.maximum(0.0, total[:, None] - total[None, :])), dtype=np.float64)
 
 
 def _runs(groups: Sequence[_Group]) -> list[IntArray]:
@@ -531,12 +528,12 @@ def _coalesced(
     finish = _finish(kept, groups, comm) * (1 + 1e-12)  # rounding is no difference
     at = len(kept) - 1
     while at > 0:
-        own = kept[at]
-        before = next((i for i in range(at - 1, -1, -1) if kept[i].group == own.group), None)
+        bucket = kept[at]
+        before = next((i for i in range(at - 1, -1, -1) if kept[i].group == bucket.group), None)
         if before is not None:
-            wider = _Bucket(own.group, kept[before].first, own.end)
-            tried = [*kept[:before], *kept[before + 1 : at], wider, *kept[at + 1 :]]
-            if _finish(tried, groups, comm) <= finish:
-                kept = tried
+            wider = _Bucket(bucket.group, kept[before].first, bucket.end)
+            merged = [*kept[:before], *kept[before + 1 : at], wider, *kept[at + 1 :]]
+            if _finish(merged, groups, comm) <= finish:
+                kept = merged
         at -= 1
     return kept

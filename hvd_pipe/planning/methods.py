@@ -177,9 +177,9 @@ def parse(text: str | Method) -> Method:
         cls, said = _CLASSES[name], repr(text)
         return cls(**parse_options(cls, said, tail, partial(_value, said)))  # type: ignore[arg-type]
     if name in _OWN:
-        found = strategy.parse(text)
-        assert isinstance(found, MergedGradient | PipeSGD | CoCoD)
-        return found
+        method = strategy.parse(text)
+        assert isinstance(method, MergedGradient | PipeSGD | CoCoD)
+        return method
     known = (*_OWN, *_SHORT, *_CLASSES)
     if name in _SHORT:
         raise ValueError(
@@ -248,15 +248,10 @@ def memory_bytes(
 
         merged-gradient, conventional   1    gradients, which are views into the buckets
         horovod                         1    and the fusion buffer, as large as the threshold
-        pipe-sgd                        2    two sets of buckets; prediction=previous: 3, of the
-                                             true weights; local: 5, of own gradients as well
+        pipe-sgd                        2    two sets of buckets; more with a prediction
         wide-pipe-sgd                   K    a set of buckets for each step in flight
         local-sgd                       2    gradients, and the vector that travels
         cocod                           3    gradients, the vector, the models of the round's start
-                                             (pull_back: no start, but 2 for the anchor where it
-                                             has momentum; outer: 2 more; a codec: 1 for the last
-                                             mean; averaged momentum: the vector and start of
-                                             momenta, too)
     """
     if not optimizer_ratio >= 0.0:
         raise ValueError(
@@ -265,6 +260,7 @@ def memory_bytes(
         )
     copies, extra = 1.0, 0
     if isinstance(method, PipeSGD):
+        # Of the true weights; of the worker's gradients as well.
         copies = {"none": 2.0, "previous": 3.0, "local": 5.0}[method.prediction]
     elif isinstance(method, WidePipeSGD):
         copies = float(method.width)
@@ -272,7 +268,7 @@ def memory_bytes(
         copies = 2.0
     elif isinstance(method, CoCoD):
         averaged = 2.0 if method.pull_back is None else 1.0  # the vector, and the start
-        copies += averaged + (codec.ratio != 1.0)
+        copies += averaged + (codec.ratio != 1.0)  # which keeps the last mean
         # An anchor that has momentum, or an outer model, and its velocity.
         copies += 2.0 if method.anchor_momentum or method.outer != "none" else 0.0
         copies += averaged * optimizer_ratio if method.momentum == "average" else 0.0
@@ -300,9 +296,8 @@ def stable_rate(method: Method, momentum: float = 0.0) -> float:
 
     CoCoD's mean is as stable as synchronous SGD, but what a replica differs from it is not:
     ``mean + (end - start)`` takes a deviation d to ``(A - 1) d``, A being what k local steps do to
-    it, and with momentum these overshoot. With fragments a mean is taken in after ``period /
-    fragments`` steps, and bears more. Unlike data on workers can make Local SGD and CoCoD diverge
-    earlier, which no curvature tells. A momentum that is not from 0 to below 1 is a ValueError.
+    it, and with momentum these overshoot. Unlike data on workers can make Local SGD and CoCoD
+    diverge earlier. A momentum that is not from 0 to below 1 is a ValueError.
 
     Example:
         >>> [round(stable_rate(PipeSGD(prediction="previous"), mu), 3) for mu in (0, 0.5, 0.9)]
@@ -381,7 +376,7 @@ def _round(method: CoCoD, rate: float, momentum: float) -> tuple[FloatArray, Flo
 
 
 def _followed_by(rest: FloatArray, mean: FloatArray) -> FloatArray:
-    """A round on the mean and what goes along with it, with local steps behind it."""
+    """A round on the mean and its anchor or outer model, followed by local steps."""
     return np.vstack([rest @ mean[:2], mean[2:]])
 
 

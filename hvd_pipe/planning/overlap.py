@@ -51,7 +51,7 @@ class Pass:
     backward_s: float  # from there to the end of the step; no gradient is ready later
 
     def __post_init__(self) -> None:
-        lengths = {len(each) for each in (self.ready_s, self.needed_s, self.bytes)}
+        lengths = {len(values) for values in (self.ready_s, self.needed_s, self.bytes)}
         if len(lengths) != 1 or lengths == {0}:
             raise ValueError(
                 f"give each gradient a time, a need and a size, got {lengths} of them"
@@ -110,18 +110,17 @@ def plan_overlap(
 
 
 def fitted(seconds: Sequence[tuple[float, float]]) -> CommModel:
-    """The line through what messages have taken in training, by least squares."""
-    bytes, times = (np.array(each, dtype=np.float64) for each in zip(*seconds, strict=True))
+    """The least-squares line through the seconds that messages took in training."""
+    bytes, times = (np.array(column, dtype=np.float64) for column in zip(*seconds, strict=True))
     if np.ptp(bytes) == 0.0:
         return CommModel.linear(0.0, float(np.median(times) / max(bytes[0], 1.0)))
     return CommModel.linear(*fit_line(bytes, times, np.ones(len(bytes))))
 
 
 def in_order(plan: Plan, names: Sequence[str], work: Pass) -> Plan:
-    """The buckets of a plan, each in one message, in the order in which they are best sent.
+    """A plan with an order of sending, without its predictions, which count on a barrier.
 
-    The link is taken to be busy for as long as the worker. What the plan predicts is left out: it
-    counts on a barrier.
+    The link is assumed to be busy for as long as the worker.
     """
     index = {name: i for i, name in enumerate(names)}
     buckets = [[index[name] for name in bucket] for bucket in plan.buckets]
@@ -201,17 +200,17 @@ def _partition(
 def timed_messages(
     work: Pass, comm: CommModel, buckets: Sequence[Sequence[int]], pieces: Sequence[int]
 ) -> list[TimedMessage]:
-    found = []
+    messages = []
     for number, (bucket, count) in enumerate(zip(buckets, pieces, strict=True)):
-        own = list(bucket)
+        members = list(bucket)
         # The last bucket has the control flags, which are known at the end of the step.
         last = number == len(buckets) - 1
-        ready = work.backward_s if last else float(work.ready_s[own].max())
-        needed = float(work.needed_s[own].min())
-        size = float(work.bytes[own].sum()) / count
+        ready = work.backward_s if last else float(work.ready_s[members].max())
+        needed = float(work.needed_s[members].min())
+        size = float(work.bytes[members].sum()) / count
         seconds = comm(size) + comm.delay
-        found += [TimedMessage(number, ready, needed, seconds, size)] * count
-    return found
+        messages += [TimedMessage(number, ready, needed, seconds, size)] * count
+    return messages
 
 
 def _order(messages: Sequence[TimedMessage]) -> list[int]:
@@ -225,20 +224,19 @@ def _order(messages: Sequence[TimedMessage]) -> list[int]:
 def first_deferred(plan: Plan) -> int:
     """How many messages of a plan's order must have arrived when the next forward pass begins.
 
-    Buckets stand in the order in which they are ready, so the last one has what is needed first.
-    All that is sent up to its last message arrives before that one, in any case.
+    Those up to the last one of the last bucket, which has what is needed first.
     """
     assert plan.order is not None
     return len(plan.order) - plan.order[::-1].index(len(plan.buckets) - 1)
 
 
 def deferring_plan(tried: Sequence[Trial], gradients: Gradients) -> Plan | None:
-    """The plan without the barrier that follows from plans with it, tried in training.
+    """The plan without a barrier, by trials of plans with it; None where it defers nothing.
 
     A message costs what their waits show. Forward is taken to be all of a step that is no backward
     and no wait, spread over the parameters as backward is, in reverse order.
     """
-    best, backward_s = min(tried, key=lambda each: each.step_s), float(gradients.ready_s.max())
+    best, backward_s = min(tried, key=lambda trial: trial.step_s), float(gradients.ready_s.max())
     if best.wait_s <= HIDDEN * best.step_s:
         return None
     forward_s = max(0.0, best.step_s - best.wait_s - backward_s)

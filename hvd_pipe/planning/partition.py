@@ -45,25 +45,23 @@ def partition(
 ) -> Partition:
     r"""The stages and replicas with the least seconds per minibatch.
 
-    A stage of m replicas, each of which takes A seconds for its layers (on one worker: the sum of
-    their computation; on a part of a network: the best division of them there), with parameters w
-    and outputs a, over links of bandwidth B and latency l::
+    A stage of m replicas, each of which takes A seconds for its layers, as best divided on its
+    part of the network, with parameters w and outputs a, over links of bandwidth B, latency l::
 
     stage           ``max(A, 2 (m-1)/m w/B + 2 (m-1) l) / m``
     transfer of a   ``2 (a/B + l)``
 
     That charges what a ring all-reduce sends, a round of m minibatches: the paper prints
-    ``2(m-1) w/B``, and its text says ``2 (m-1)/m w``.
-
-    Memory of a worker: parameters times versions, gradients, optimizer state, and for each
-    minibatch in flight its stage's input and what its layers keep (``LayerProfile.held_bytes``).
-    In flight are ``ceil(workers from this stage on / its replicas)``, in the whole pipeline.
+    ``2(m-1) w/B``, and its text says ``2 (m-1)/m w``. Memory of a worker: parameters times
+    versions, gradients, optimizer state, and for each minibatch in flight
+    (``ceil(workers from this stage on / its replicas)``) its stage's input and what its layers
+    keep (``LayerProfile.held_bytes``).
 
     Args:
         profile: the model; layers of its ``edges`` None are a chain.
         levels: (components, bandwidth in bytes/s) of each level of the network, the innermost
-            first; [(4, 1e10), (2, 1e9)] is 2 machines of 4 workers. Or a cluster, whose latency
-            and memory are then taken, too; its workers must be of one speed.
+            first: [(4, 1e10), (2, 1e9)] is 2 machines of 4 workers. Or a cluster of workers of one
+            speed, whose latency and memory are then taken, too.
         latency: seconds per message; None for the cluster's, or 0.
         memory_bytes: bytes that a worker may hold; None for the cluster's, or no limit.
         straight: every stage on one worker, so as many stages as workers.
@@ -71,13 +69,11 @@ def partition(
             two (PipeDream-2BW), "flush" one.
         optimizer_bytes_per_parameter_byte: state of the optimizer; 1 for momentum, 2 for Adam.
         use_fewer: leave components of the outermost level idle where that is faster.
-        max_states: cuts of the model to try, at most. Branches may have very many, and then give
-            up all but those in the order of the profile, or all (``Partition.exact`` says so). The
-            answer's times are true, but another division may be faster. N cuts on M components of
+        max_states: cuts of the model to try, at most. Branches with more give up those out of the
+            order of the profile, then all (``Partition.exact`` says so). N cuts on M components of
             the outermost level take ``N^2 M^2 / 2`` steps, on m of an inner one ``N^3 m^2 / 12``.
-        replicas: workers of each stage, the first stage first, where these are settled: the best
-            cuts for them, on a network of one level. They add up to its workers.
-            :func:`hvd_pipe.planning.stages.parse_replicas` reads "3-1".
+        replicas: workers of each stage, the first stage first, to find the best cuts for, on a
+            network of one level; :func:`hvd_pipe.planning.stages.parse_replicas` reads "3-1".
 
     Returns:
         One best partition (several may be equal).
@@ -92,8 +88,8 @@ def partition(
         ...     LayerProfile("conv", 10**6, backward_s=0.03, activation_bytes=10**6),
         ...     LayerProfile("fc", 10**8, backward_s=0.01, activation_bytes=4000),
         ... ))
-        >>> made = partition(model, [(4, 1e9)])
-        >>> made.config, round(made.period_s, 6), made.in_flight
+        >>> plan = partition(model, [(4, 1e9)])
+        >>> plan.config, round(plan.period_s, 6), plan.in_flight
         ('3-1', 0.01, (2, 1))
         >>> partition(model, [(4, 1e9)], replicas=(2, 2)).period_s
         0.05
@@ -113,7 +109,7 @@ def partition(
     check_integer("max_states", max_states, 2)
 
     if replicas is not None:
-        replicas = _given(replicas, network, straight, use_fewer)
+        replicas = _checked_replicas(replicas, network, straight, use_fewer)
     cuts = find_cuts(profile, max_states)
     memory = Memory(versions, optimizer_bytes_per_parameter_byte)
     networks = [network]
@@ -126,7 +122,7 @@ def partition(
     searches = [Search(cuts, part, memory, memory_bytes, straight, replicas) for part in networks]
     search = min(searches, key=lambda search: search.best)
     if not math.isfinite(search.best):
-        _refuse(searches, profile)
+        _raise_no_partition(searches, profile)
     stages, in_flight = _stages(profile, cuts, search.stages(), memory)
     data_parallel_s = float(cuts.compute[-1])
     for level in network:
@@ -147,7 +143,7 @@ def partition(
 def _stages(
     profile: ModelProfile, cuts: Cuts, leaves: Sequence[Leaf], memory: Memory
 ) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
-    """The stages with all their figures, and the minibatches in flight of each."""
+    """The stages, and the minibatches in flight of each."""
     stages, in_flight = [], []
     behind = sum(leaf.replicas for leaf in leaves)
     for leaf in leaves:
@@ -175,8 +171,8 @@ def _stages(
     return tuple(stages), tuple(in_flight)
 
 
-def _refuse(searches: Sequence[Search], profile: ModelProfile) -> None:
-    """Says why there is no partition at all."""
+def _raise_no_partition(searches: Sequence[Search], profile: ModelProfile) -> None:
+    """Raise the ValueError that says why there is no partition."""
     search = searches[-1]
     workers = math.prod(level.components for level in search.levels)
     least = min(search.for_memory().best for search in searches)
@@ -200,7 +196,7 @@ def _refuse(searches: Sequence[Search], profile: ModelProfile) -> None:
     )
 
 
-def _given(
+def _checked_replicas(
     replicas: Sequence[int], network: Sequence[Level], straight: bool, use_fewer: bool
 ) -> tuple[int, ...]:
     """The replicas of each stage, checked."""
@@ -271,7 +267,7 @@ def _levels(levels: Sequence[tuple[int, float]] | Cluster, latency: float | None
             )
         pairs = list(levels)
         latencies = [latency or 0.0] * len(pairs)
-    found = []
+    network_levels = []
     for number, (pair, seconds) in enumerate(zip(pairs, latencies, strict=True)):
         if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
             raise ValueError(
@@ -280,5 +276,5 @@ def _levels(levels: Sequence[tuple[int, float]] | Cluster, latency: float | None
         check_integer(f"the components of levels[{number}]", pair[0], 1)
         if pair[1] != math.inf:
             check_finite(f"the bandwidth of levels[{number}]", pair[1], positive=True)
-        found.append(Level(operator.index(pair[0]), float(pair[1]), seconds))
-    return found
+        network_levels.append(Level(operator.index(pair[0]), float(pair[1]), seconds))
+    return network_levels

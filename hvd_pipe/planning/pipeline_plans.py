@@ -4,11 +4,10 @@ Memory follows from the schedule itself, walked instruction by instruction. A ve
 weights may go once it is not the newest and no later instruction of the worker names it; what a
 forward pass keeps goes with its backward pass. Of all moments the one with the most counts.
 
-Among the plans that are tried are the best on paper (:mod:`hvd_pipe.planning.partition`), the best
-for slower links, which leaves messages time to wait for each other, one worker a stage, equally
-many replicas a stage, and two stages of which the second has few. All but those that could not win
-are simulated, with as many minibatches in transit as each needs, as replicas that finish in bursts
-are slower than on paper.
+Plans that are tried: the best on paper (:mod:`hvd_pipe.planning.partition`), the best for slower
+links, one worker a stage, equally many replicas a stage, and two stages of which the second has
+few. Those that could win are simulated, with as many minibatches in transit as each needs, as
+replicas that finish in bursts are slower than on paper.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from hvd_pipe.planning.cluster import Cluster, Link, Network
@@ -115,7 +113,7 @@ def fewest_microbatches(
 def coalesced(
     profile: ModelProfile, partition: Partition, count: int
 ) -> tuple[ModelProfile, Partition]:
-    """The same for minibatches that many times as large; an update takes as long as it did.
+    """A profile and a partition for minibatches ``count`` times as large; an update takes as long.
 
     Cut into as many microbatches, each is one of the profile's minibatches.
     """
@@ -174,10 +172,8 @@ def held_by_stage(plan: Schedule) -> tuple[Held, ...]:
     """The most that any worker of each stage holds."""
     most = []
     for stage, width in enumerate(plan.replicas):
-        found = [held(plan.programs[Worker(stage, replica)]) for replica in range(width)]
-        versions = max(one.versions for one in found)
-        in_flight = max(one.in_flight for one in found)
-        most.append(Held(versions, in_flight, max(one.staleness for one in found)))
+        replicas = [held(plan.programs[Worker(stage, replica)]) for replica in range(width)]
+        most.append(Held(*map(max, zip(*map(astuple, replicas), strict=True))))
     return tuple(most)
 
 
@@ -260,7 +256,7 @@ def pipeline_cost(
 
 
 def _steady_minibatches(partition: Partition) -> int:
-    """So many that the pipeline is steady for a while: whole rounds of all replicas."""
+    """Enough minibatches for a steady state: whole rounds of all replicas."""
     a_round = math.lcm(*partition.replicas)
     between = 4 * partition.in_transit * (len(partition.replicas) - 1)
     return a_round * -(-(max(128, 8 * sum(partition.replicas)) + between) // a_round)
@@ -277,8 +273,7 @@ def scheduled(
 ) -> tuple[Partition, PipelineCost]:
     """The plan with as many minibatches in transit as it needs, and what it then costs.
 
-    Modes that cut a minibatch keep the plan's number: their minibatch would have to grow. ``how``
-    are options of :func:`pipeline_cost`.
+    Modes that cut a minibatch keep the plan's number. ``how``: options of :func:`pipeline_cost`.
     """
 
     @functools.cache
@@ -301,13 +296,13 @@ def scheduled(
         replace(stage, memory_bytes=memory)
         for stage, memory in zip(plan.stages, cost(count).memory_bytes, strict=True)
     )
-    found = plan.with_in_transit(count)
-    return replace(found, stages=stages, simulated_s=cost(count).period_s), cost(count)
+    plan = replace(plan.with_in_transit(count), stages=stages, simulated_s=cost(count).period_s)
+    return plan, cost(count)
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A plan in a mode; its costs are of a minibatch, and it is for a worker's batch."""
+    """A plan for a worker's batch in a mode, and the costs of a minibatch."""
 
     plan: Partition
     cost: PipelineCost
@@ -359,15 +354,14 @@ class Planner:
             '3-1'
         """
         if replicas is not None:
-            cut = partial(self.divide, replicas=replicas)
-            plan = cut()
-            best = self.fastest([plan], cut)
+            plan = self.divide(replicas=replicas)
+            best = self.fastest([plan], replicas)
             return plan if best is None else best.plan
         whole = self.divide()
         plans = self.candidates([])
         if not plans and len(whole.stages) > 1:
             plans = [whole]
-        best = self.fastest(plans, self.divide)
+        best = self.fastest(plans)
         copies: Partition | None = whole
         if len(whole.stages) > 1:
             try:
@@ -378,9 +372,24 @@ class Planner:
             return copies or whole
         return best.plan
 
+    def choose(
+        self, straight: bool = False, replicas: Sequence[int] | None = None
+    ) -> tuple[Partition, Partition | None]:
+        """The plan that is fastest as it runs, and that which is so on paper alone, if another."""
+        plan = self.divide(straight=straight, replicas=replicas)
+        if self.mode.name != "stash":
+            return plan, None
+        plan = self.offer(plan).plan
+        best = plan if straight else self.best(replicas)
+        if best.simulated_s is None:  # one stage
+            best = self.offer(best).plan
+        assert plan.simulated_s is not None
+        assert best.simulated_s is not None
+        return (best, plan) if best.simulated_s < plan.simulated_s else (plan, None)
+
     def candidates(self, reasons: list[str]) -> list[Partition]:
-        """Partitions to look at, which fit into memory; why others do not goes to reasons."""
-        found: dict[tuple[int, ...], Partition] = {}
+        """Partitions that fit into memory; says in ``reasons`` why others do not."""
+        plans: dict[tuple[int, ...], Partition] = {}
         tries: list[dict[str, Any]] = [{}, {"straight": True}]
         if len(self.cluster.network.levels(self.cluster.workers)) == 1:
             tries += [{"replicas": replicas} for replicas in _shapes(self.cluster.workers)]
@@ -391,16 +400,16 @@ class Planner:
                 reasons.append(str(error))
                 continue
             if self._is_tried(plan):
-                found.setdefault(plan.replicas, plan)
-        return list(found.values())
+                plans.setdefault(plan.replicas, plan)
+        return list(plans.values())
 
     def fastest(
         self,
         plans: Sequence[Partition],
-        divide: Callable[..., Partition],
+        replicas: Sequence[int] | None = None,
         least_s: float = math.inf,
     ) -> Offer | None:
-        """What is fastest as it runs, and faster than this; plans with slack where others fail.
+        """The plan that is simulated to be fastest, if faster than ``least_s``.
 
         Of plans that are about as fast, that with the fewest minibatches in flight: its gradients
         are the least late.
@@ -408,25 +417,25 @@ class Planner:
         offers: list[Offer] = []
 
         def fastest_s() -> float:
-            return min((found.period_s for found in offers), default=least_s)
+            return min((offer.period_s for offer in offers), default=least_s)
 
         def race(plans: Sequence[Partition]) -> None:
             for plan in sorted(plans, key=lambda plan: plan.period_s):
                 if self._bound(plan) < min(least_s, fastest_s() / REACHED):
-                    found = self.offer(plan)
-                    if found.period_s < least_s:
-                        offers.append(found)
+                    offer = self.offer(plan)
+                    if offer.period_s < least_s:
+                        offers.append(offer)
 
         race(plans)
         promised = min((plan.period_s for plan in plans), default=math.inf)
         # Where a minibatch is cut, its number in transit is settled.
         if offers and fastest_s() > promised / REACHED and not self.mode.coalesces:
             known = plans[0].data_parallel_s  # with links as they are
-            race([replace(plan, data_parallel_s=known) for plan in self._with_slack(divide)])
-        near = (found for found in offers if found.period_s <= fastest_s() / REACHED)
-        return min(near, key=lambda each: (each.plan.in_flight[0], each.period_s), default=None)
+            race([replace(plan, data_parallel_s=known) for plan in self._with_slack(replicas)])
+        near = (offer for offer in offers if offer.period_s <= fastest_s() / REACHED)
+        return min(near, key=lambda offer: (offer.plan.in_flight[0], offer.period_s), default=None)
 
-    def _with_slack(self, divide: Callable[..., Partition]) -> list[Partition]:
+    def _with_slack(self, replicas: Sequence[int] | None) -> list[Partition]:
         """The best plans for slower links, on which messages have time to wait for each other."""
         network = self.cluster.network
         if len(network.levels(self.cluster.workers)) > 1:
@@ -434,13 +443,13 @@ class Planner:
         link = network.link_time
         if network.per_node > 1 and network.inside is not None:
             link = network.inside
-        found: dict[tuple[tuple[str, ...], ...], Partition] = {}
+        plans: dict[tuple[tuple[str, ...], ...], Partition] = {}
         for factor in _SLOWER:
             slower = Network(Link(link.alpha, link.beta / factor))
-            plan = divide(cluster=replace(self.cluster, network=slower))
+            plan = self.divide(replace(self.cluster, network=slower), replicas=replicas)
             if self._is_tried(plan):
-                found.setdefault(tuple(stage.layers for stage in plan.stages), plan)
-        return list(found.values())
+                plans.setdefault(tuple(stage.layers for stage in plan.stages), plan)
+        return list(plans.values())
 
     def _is_tried(self, plan: Partition) -> bool:
         turns = math.lcm(*plan.replicas)

@@ -391,8 +391,8 @@ def forward_order(names: Sequence[str], edges: Iterable[tuple[str, str]]) -> lis
         ['n1', 'n9', 'n10']
     """
     numbers = [re.search(r"\d+$", name) for name in names]
-    found = [int(number[0]) for number in numbers if number]
-    keys = found if len(found) == len(names) else list(range(len(names)))
+    known = [int(number[0]) for number in numbers if number]
+    keys = known if len(known) == len(names) else list(range(len(names)))
     rank = {name: (key, at) for at, (name, key) in enumerate(zip(names, keys, strict=True))}
     sorter = TopologicalSorter(dict.fromkeys(names, ()))
     for source, target in edges:

@@ -136,7 +136,7 @@ def simulate(
     links = Links(cluster.comm(), node_comm(method, cluster.network), cluster.network.per_node)
     random = np.random.default_rng(seed)
     workers = Workers(pace_of(cluster, method), cluster.jitter, random)
-    trace = _Recorder(_checked(trace_workers, cluster.workers))
+    trace = _Recorder(_checked_ranks(trace_workers, cluster.workers))
     return simulate_workers(profile, links, workers, method, codec, iterations, trace)
 
 
@@ -259,12 +259,8 @@ class _Run:
         self.update_s = profile.update_s
         self.begin = np.zeros(len(workers.pace))
         self.free = 0.0  # when the link is
-        self.busy = np.zeros(iterations)
-        self.sent = np.zeros(iterations)
-        self.ends = np.zeros(iterations)
-        self.mean_ends = np.zeros(iterations)
-        self.link_ends = np.zeros(iterations)
-        self.work = np.zeros(iterations)
+        self.busy, self.sent, self.work = np.zeros((3, iterations))
+        self.ends, self.mean_ends, self.link_ends = np.zeros((3, iterations))
 
     def factors(self) -> FloatArray:
         """How much longer than its profile each worker takes for the coming step."""
@@ -281,9 +277,22 @@ class _Run:
         self.sent[step] += 1
         self.free = end
         for worker in self.trace.now:
-            self.trace.note(
-                name, "allreduce", worker, "network", start, end, bytes=int(bytes), step=step
-            )
+            self.trace.note(name, "allreduce", worker, start, end, step, bytes=int(bytes))
+
+    def trace_passes(
+        self,
+        step: int,
+        forward: FloatArray,
+        backward: FloatArray,
+        start: FloatArray,
+        end: FloatArray,
+    ) -> None:
+        """Record when the passes of a step end, and its update starts and ends."""
+        add = self.trace.add
+        add(f"forward {step}", "forward", self.begin, forward, step)
+        add(f"backward {step}", "backward", forward, backward, step)
+        add("wait for the average", "wait", backward, start, step)
+        add(f"update {step}", "update", start, end, step)
 
     def finished(self, step: int, end: FloatArray) -> None:
         """Every worker is done with a step."""
@@ -313,7 +322,7 @@ class _Recorder:
     open: bool = True
 
     def begin(self, messages: int, gates: int = 0) -> None:
-        """Close where a step with so many messages does not fit any more."""
+        """Begin a step; close the recorder where its events do not fit."""
         count = len(self.workers) * (4 + 2 * messages + 2 * gates)
         if self.open and len(self.events) + count > MAX_EVENTS:
             if not self.events:
@@ -325,38 +334,30 @@ class _Recorder:
         self.open = self.open and bool(self.workers)
         self.steps += self.open
 
-    def add(
-        self,
-        name: str,
-        category: str,
-        lane: str,
-        start: FloatArray,
-        end: FloatArray,
-        **args: object,
-    ) -> None:
+    def add(self, name: str, category: str, start: FloatArray, end: FloatArray, step: int) -> None:
         """An event of each traced worker; ``start`` and ``end`` have one entry a worker."""
         for worker in self.now:
-            self.note(
-                name, category, worker, lane, float(start[worker]), float(end[worker]), **args
-            )
+            self.note(name, category, worker, float(start[worker]), float(end[worker]), step)
 
     def note(
         self,
         name: str,
         category: str,
         worker: int,
-        lane: str,
         start: float,
         end: float,
+        step: int,
         **args: object,
     ) -> None:
-        """One event; one that takes no time only where that is its nature."""
+        """Record an event, unless it takes no time and is not a moment."""
         if end > start or category == "ready":
+            lane = "network" if category == "allreduce" else "compute"
+            args["step"] = step
             self.events.append(Event(name, category, worker, lane, start, end - start, args))
 
     @property
     def now(self) -> tuple[int, ...]:
-        """The workers whose events are wanted at present."""
+        """The workers whose events are recorded."""
         return self.workers if self.open else ()
 
 
@@ -388,13 +389,13 @@ def _gradients(run: _Run, network: _Network, delay: float, lag: int = 0, updates
         start = backward if step < lag else np.maximum(backward, arrived[step - lag])
         end = start + update_s * factors
         run.work[step] = (run.forward_s + run.backward_s + update_s) * float(factors.mean())
+        run.trace_passes(step, forward, backward, start, end)
         run.finished(step, end)
-        _trace_step(run.trace, step, begin, forward, backward, start, end)
         for worker in run.trace.now:
-            own, factor = float(begin[worker]), float(factors[worker])
+            start_s, factor = float(begin[worker]), float(factors[worker])
             for message in messages:
-                at = own + factor * message.ready
-                run.trace.note(message.name, "ready", worker, "compute", at, at, step=step)
+                at = start_s + factor * message.ready
+                run.trace.note(message.name, "ready", worker, at, at, step)
 
 
 def _models(
@@ -406,7 +407,7 @@ def _models(
     work: NodeWork | None = None,
     per_node: int = 1,
 ) -> None:
-    """Local steps, in turns of ``steps``; the models of a turn's start or end are averaged."""
+    """Local steps, in turns of ``steps``; models are averaged at a turn's start or end."""
 
     def average(step: int) -> None:
         start = max(run.free, float(run.begin.max()))
@@ -429,13 +430,13 @@ def _models(
             if step % steps == 0:
                 queued = run.free + sent.delay_s + work.busy_s
                 end = np.maximum(end, queued + run.update_s * factors)
+        run.trace_passes(step, forward, backward, backward, end)
         run.begin = end
-        _trace_step(run.trace, step, begin, forward, backward, backward, end)
         if step % steps == steps - 1:
             if not behind:
                 average(step)
             late = np.maximum(end, run.free + sent.delay_s)
-            run.trace.add("wait for the average", "wait", "compute", end, late, step=step)
+            run.trace.add("wait for the average", "wait", end, late, step)
             end = late
         run.finished(step, end)
 
@@ -487,14 +488,14 @@ def _fusion(profile: ModelProfile, comm: CommModel, method: HorovodFusion) -> _N
             late = float(ready[sent]) - now
             if late > slack:
                 now += cycle * math.ceil(late / cycle - TICK) if cycle else late
-            seen = int(np.searchsorted(ready, now + slack, side="right"))
+            visible = int(np.searchsorted(ready, now + slack, side="right"))
             end = now + comm.delay - comm.delay_behind
-            while sent < seen:
-                first, sent = sent, min(seen, int(full[sent]))
+            while sent < visible:
+                first, sent = sent, min(visible, int(full[sent]))
                 size = float(total[sent] - total[first])
                 start, end = end, end + comm(size)
-                name, made = f"fused {len(messages)}", float(offset[sent - 1])
-                messages.append(_Message(name, size, made, origin + start, origin + end))
+                name, made_s = f"fused {len(messages)}", float(offset[sent - 1])
+                messages.append(_Message(name, size, made_s, origin + start, origin + end))
             now = max(now + cycle, end)
         return messages
 
@@ -502,7 +503,7 @@ def _fusion(profile: ModelProfile, comm: CommModel, method: HorovodFusion) -> _N
 
 
 def pace_of(cluster: Cluster, method: Method) -> FloatArray:
-    """What each worker's step takes, in the profile's: its part of the batch over its speed."""
+    """Each worker's step time over the profile's: its part of the batch over its speed."""
     pace = np.ones(cluster.workers)
     if cluster.speeds is not None:
         pace /= np.asarray(cluster.speeds, dtype=np.float64)
@@ -517,7 +518,7 @@ def pace_of(cluster: Cluster, method: Method) -> FloatArray:
     return pace
 
 
-def _checked(trace_workers: Sequence[int], workers: int) -> tuple[int, ...]:
+def _checked_ranks(trace_workers: Sequence[int], workers: int) -> tuple[int, ...]:
     for worker in trace_workers:
         if isinstance(worker, bool) or not isinstance(worker, int) or not 0 <= worker < workers:
             raise ValueError(
@@ -526,27 +527,13 @@ def _checked(trace_workers: Sequence[int], workers: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(trace_workers))
 
 
-def _trace_step(
-    trace: _Recorder,
-    step: int,
-    begin: FloatArray,
-    forward: FloatArray,
-    backward: FloatArray,
-    start: FloatArray,
-    end: FloatArray,
-) -> None:
-    trace.add(f"forward {step}", "forward", "compute", begin, forward, step=step)
-    trace.add(f"backward {step}", "backward", "compute", forward, backward, step=step)
-    trace.add("wait for the average", "wait", "compute", backward, start, step=step)
-    trace.add(f"update {step}", "update", "compute", start, end, step=step)
-
-
 def _overlapped(run: _Run, work: Pass, sent: Sequence[TimedMessage], comm: CommModel) -> None:
     """Steps in which every worker waits at each gate for messages of the step before."""
     ready = np.array([message.ready_s for message in sent])
     carried = [comm(message.bytes) for message in sent]
     names = _names(sent)
-    gates = _gates(sent)
+    last = {message.bucket: i for i, message in enumerate(sent)}
+    gates = sorted(last.values(), key=lambda i: sent[i].needed_s)
     arrived = [0.0] * len(sent)
     for step in range(run.iterations):
         run.trace.begin(len(sent), len(gates))
@@ -565,18 +552,15 @@ def _overlapped(run: _Run, work: Pass, sent: Sequence[TimedMessage], comm: CommM
             link = arrived[i] = start + sent[i].seconds
         backward = forward + work.backward_s * factors
         run.work[step] = (work.forward_s + work.backward_s) * float(factors.mean())
-        _trace_backward(run, step, forward, backward, factors, [sent[i] for i in gates])
+        run.trace.add(f"backward {step}", "backward", forward, backward, step)
+        for i in gates:
+            at = forward + factors * sent[i].ready_s
+            run.trace.add(f"bucket {sent[i].bucket}", "ready", at, at, step)
         run.finished(step, backward)
 
 
-def _gates(sent: Sequence[TimedMessage]) -> list[int]:
-    """The last message of each bucket, in the order of need."""
-    last = {each.bucket: i for i, each in enumerate(sent)}
-    return sorted(last.values(), key=lambda i: sent[i].needed_s)
-
-
 def _names(sent: Sequence[TimedMessage]) -> list[str]:
-    """What messages are called: the bucket, and the piece's number where it travels in pieces."""
+    """Names of messages: the bucket, and the number of a piece."""
     buckets = [message.bucket for message in sent]
     return [
         f"bucket {bucket}" + (f"-{buckets[:i].count(bucket)}" if buckets.count(bucket) > 1 else "")
@@ -599,23 +583,8 @@ def _trace_forward(
     for needed_s, arrived, bucket in gates:
         at = begin + factor * needed_s + late
         if arrived > at:
-            run.trace.note(name, "forward", worker, "compute", since, at, step=step)
-            wait = f"wait for {bucket}"
-            run.trace.note(wait, "wait", worker, "compute", at, arrived, step=step)
+            run.trace.note(name, "forward", worker, since, at, step)
+            run.trace.note(f"wait for {bucket}", "wait", worker, at, arrived, step)
             since, late = arrived, late + arrived - at
     end = begin + factor * forward_s + late
-    run.trace.note(name, "forward", worker, "compute", since, end, step=step)
-
-
-def _trace_backward(
-    run: _Run,
-    step: int,
-    forward: FloatArray,
-    backward: FloatArray,
-    factors: FloatArray,
-    buckets: Sequence[TimedMessage],
-) -> None:
-    run.trace.add(f"backward {step}", "backward", "compute", forward, backward, step=step)
-    for each in buckets:
-        at = forward + factors * each.ready_s
-        run.trace.add(f"bucket {each.bucket}", "ready", "compute", at, at, step=step)
+    run.trace.note(name, "forward", worker, since, end, step)

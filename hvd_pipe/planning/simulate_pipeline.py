@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -50,12 +50,12 @@ class StageCost:
     """What one microbatch (for 1F1B: minibatch) costs on one worker of a stage.
 
     Args:
-        forward_s, backward_s, update_s: Seconds of a pass and of an update.
-        activation_bytes: Output to the next stage; the gradient that comes back is as large.
-        allreduce_s: Seconds to average the stage's gradient over its replicas.
+        forward_s, backward_s, update_s: seconds of a pass and of an update.
+        activation_bytes: output to the next stage; the gradient that comes back is as large.
+        allreduce_s: seconds to average the stage's gradient over its replicas.
 
     Raises:
-        ValueError: A number that is not finite or is negative.
+        ValueError: a number that is not finite or is negative.
     """
 
     forward_s: float
@@ -65,12 +65,12 @@ class StageCost:
     allreduce_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "update_s", "activation_bytes", "allreduce_s"):
-            check_finite(name, getattr(self, name))
+        for cost in fields(self):
+            check_finite(cost.name, getattr(self, cost.name))
 
 
 @dataclass
-class _Joined:
+class _Average:
     """An all-reduce for which some replicas have registered."""
 
     members: set[Worker] = field(default_factory=set)
@@ -78,32 +78,30 @@ class _Joined:
     finish_s: float | None = None  # known once all have registered
 
 
-class PipelineRun:
+class _Run:
     """The state of a simulation; events are taken in the order of their times."""
 
     def __init__(
         self,
         schedule: Schedule,
         stages: Sequence[StageCost],
-        between: tuple[float, float],
-        inside: tuple[float, float],
+        links: tuple[tuple[float, float], tuple[float, float]],
         per_node: int,
         recompute: bool,
+        factors: Mapping[Worker, Sequence[float]],
     ) -> None:
-        """Bandwidth (bytes/s) and latency of the links between machines and inside one."""
-        self.schedule, self.stages = schedule, stages
-        self.between, self.inside, self.per_node = between, inside, per_node
-        self.recompute = recompute
+        """Links between machines and inside one: bytes/s and seconds a message."""
+        self.schedule, self.stages, self.factors = schedule, stages, factors
+        self.links, self.per_node, self.recompute = links, per_node, recompute
         self.programs = schedule.programs
         self.ranks = {worker: rank for rank, worker in enumerate(self.programs)}
-        self.factors: dict[Worker, list[float]] = {}
         self.at = dict.fromkeys(self.programs, 0)
         self.now = dict.fromkeys(self.programs, 0.0)
         self.busy = dict.fromkeys(self.programs, 0.0)
         self.way_out = dict.fromkeys(self.programs, 0.0)  # when it is free
         self.way_in = dict.fromkeys(self.programs, 0.0)
         self.arrivals: dict[tuple[object, ...], float] = {}
-        self.joined: dict[tuple[int, int], _Joined] = {}
+        self.averages: dict[tuple[int, int], _Average] = {}
         self.completed = [0.0] * schedule.minibatches
         self.events: list[Event] = []
         self.waiting: dict[Worker, tuple[object, ...]] = {}  # and for what
@@ -132,7 +130,7 @@ class PipelineRun:
                 return
             now = max(now, self.arrivals.pop(key))
         elif isinstance(step, AllReduce):
-            finish = self._join(worker, step.version, now)
+            finish = self._average(worker, step.version, now)
             if finish is None:
                 self.waiting[worker] = (worker.stage, step.version)
                 return
@@ -151,39 +149,36 @@ class PipelineRun:
 
     def _compute(self, worker: Worker, step: Forward | Backward | Update) -> float:
         cost, now, index = self.stages[worker.stage], self.now[worker], self.at[worker]
-        if isinstance(step, Forward):
-            seconds = cost.forward_s
-        elif isinstance(step, Backward):
-            seconds = cost.backward_s + (cost.forward_s if self.recompute else 0.0)
-        else:
+        args, text = {"version": step.version}, str(step.version)
+        if isinstance(step, Update):
             seconds = cost.update_s
-        seconds *= self.factors[worker][index]
-        self.busy[worker] += seconds
-        name, args = type(step).__name__.lower(), {"version": step.version}
-        text = str(step.version)
-        if not isinstance(step, Update):
+        else:
+            seconds = cost.forward_s
+            if isinstance(step, Backward):
+                seconds = cost.backward_s + (cost.forward_s if self.recompute else 0.0)
             args |= {"minibatch": step.minibatch, "microbatch": step.microbatch}
             text = self._name(step)
+        seconds *= self.factors[worker][index]
+        self.busy[worker] += seconds
+        name = type(step).__name__.lower()
         self._note(f"{name} {text}", name, worker, "compute", now, seconds, args)
         if isinstance(step, Backward):
             if worker.stage == 0:
                 done = self.completed[step.minibatch]
                 self.completed[step.minibatch] = max(done, now + seconds)
-            program, after = self.programs[worker], index + 1
-            while after < len(program) and isinstance(program[after], Send):
-                after += 1
-            following = program[after] if after < len(program) else None
-            if isinstance(following, AllReduce):
-                self._join(worker, following.version, now + seconds)
+            program = self.programs[worker]
+            following = (program[at] for at in range(index + 1, len(program)))
+            after = next((later for later in following if not isinstance(later, Send)), None)
+            if isinstance(after, AllReduce):
+                self._average(worker, after.version, now + seconds)
         return now + seconds
 
     def _send(self, worker: Worker, step: Send) -> None:
         activation = isinstance(step, SendActivation)
-        source = worker.stage if activation else worker.stage - 1
-        size = self.stages[source].activation_bytes
+        size = self.stages[worker.stage - (not activation)].activation_bytes
         start = max(self.now[worker], self.way_out[worker], self.way_in[step.peer])
         machines = {self.ranks[end] // self.per_node for end in (worker, step.peer)}
-        bandwidth, latency = self.inside if len(machines) == 1 else self.between
+        bandwidth, latency = self.links[len(machines) == 1]
         seconds = latency + size / bandwidth
         end = start + seconds
         self.way_out[worker] = self.way_in[step.peer] = end
@@ -196,28 +191,27 @@ class PipelineRun:
         self.arrivals[key] = end
         self._wake(step.peer, key, end)
 
-    def _join(self, worker: Worker, version: int, ready_s: float) -> float | None:
+    def _average(self, worker: Worker, version: int, ready_s: float) -> float | None:
         """Register a replica whose gradient is ready then; the end, once all have."""
-        stage = worker.stage
-        joined = self.joined.setdefault((stage, version), _Joined())
-        if worker in joined.members:
-            return joined.finish_s
-        joined.members.add(worker)
-        joined.ready_s = max(joined.ready_s, ready_s)
-        if len(joined.members) == self.schedule.replicas[stage]:
-            start = self.now[worker]
+        stage, now = worker.stage, self.now[worker]
+        average = self.averages.setdefault((stage, version), _Average())
+        members = average.members
+        if worker in members:
+            return average.finish_s
+        members.add(worker)
+        average.ready_s = max(average.ready_s, ready_s)
+        if len(members) == self.schedule.replicas[stage]:
             seconds = self.stages[stage].allreduce_s
             if seconds:
-                start = max(start, *(max(self.way_out[w], self.way_in[w]) for w in joined.members))
-            for member in joined.members if seconds else ():
-                self.way_out[member] = self.way_in[member] = start + seconds
-                name = f"all-reduce {version}"
-                args = {"version": version}
-                self._note(name, "allreduce", member, "network", start, seconds, args)
-            joined.finish_s = max(start + seconds, joined.ready_s)
-            for member in joined.members - {worker}:
-                self._wake(member, (stage, version), joined.finish_s)
-        return joined.finish_s
+                now = max(now, *(max(self.way_out[w], self.way_in[w]) for w in members))
+            for member in members if seconds else ():
+                self.way_out[member] = self.way_in[member] = now + seconds
+                name, args = f"all-reduce {version}", {"version": version}
+                self._note(name, "allreduce", member, "network", now, seconds, args)
+            average.finish_s = max(now + seconds, average.ready_s)
+            for member in members - {worker}:
+                self._wake(member, (stage, version), average.finish_s)
+        return average.finish_s
 
     def _name(self, step: Forward | Backward | Send) -> str:
         cut = self.schedule.microbatches > 1
@@ -234,8 +228,8 @@ class PipelineRun:
         args: Mapping[str, object],
     ) -> None:
         if seconds:
-            rank = self.ranks[worker]
-            self.events.append(Event(name, category, rank, lane, start_s, seconds, args))
+            event = Event(name, category, self.ranks[worker], lane, start_s, seconds, args)
+            self.events.append(event)
 
 
 @dataclass(frozen=True)
@@ -243,12 +237,11 @@ class PipelineSimulation:
     """How a schedule went.
 
     Args:
-        period_s: Seconds per minibatch in the steady state: the slope of the completed minibatches
-            over the second half of those that are completed while new ones still come in, or
-            ``total_s`` shared out if there are too few.
-        total_s: Seconds from the first forward pass to the last update.
-        utilisation: Of each worker, the part of ``total_s`` in which it computes.
-        timeline: Ranks are stage by stage; lanes "compute", "network" (what leaves, and
+        period_s: seconds per minibatch in the steady state: the slope over the second half of the
+            minibatches that end while new ones come in, or ``total_s`` shared out if too few do.
+        total_s: seconds from the first forward pass to the last update.
+        utilisation: of each worker, the part of ``total_s`` in which it computes.
+        timeline: ranks are stage by stage; lanes "compute", "network" (what leaves, and
             all-reduces) and "network in" (what arrives).
     """
 
@@ -275,23 +268,22 @@ def simulate_pipeline(
 
     Closed forms, where messages and all-reduces are free: GPipe and 1F1B-flush of n equal stages
     and m microbatches take ``(m + n - 1)(forward + backward) + update`` a minibatch. 1F1B's period
-    is at least the largest ``(forward + backward + update) / replicas`` of a stage, and is that if
-    all stages have equally many replicas, or two stages have and R_2 divides R_1; else replicas
-    that finish in bursts may double it. A message of c seconds between n equal stages of one
-    worker makes it ``forward + backward + update + 2c(n - 1)/n``.
+    is the largest ``(forward + backward + update) / replicas`` of a stage, or more where stages
+    have unlike replicas, which finish in bursts. A message of c seconds between n equal stages of
+    one worker makes it ``forward + backward + update + 2c(n - 1)/n``.
 
     Args:
-        schedule: Of :func:`hvd_pipe.planning.schedule.schedule`.
-        stages: Costs, one a stage.
-        bandwidth, latency: Bytes per second of each worker's link, each way; seconds per message.
-        per_node: Workers of one machine, which has as many ranks in a row.
-        inside: Between two workers of one machine; None for bandwidth and latency as elsewhere.
-        recompute: Backward runs the forward pass once more, as it kept no activations.
-        jitter, seed: Coefficient of variation of each computation (lognormal of mean 1); its seed.
-        speeds: Of each worker, in rank order (stage by stage); all 1 if None.
+        schedule: of :func:`hvd_pipe.planning.schedule.schedule`.
+        stages: costs, one a stage.
+        bandwidth, latency: bytes per second of each worker's link, each way; seconds per message.
+        per_node: workers of one machine, which has as many ranks in a row.
+        inside: between two workers of one machine; None for bandwidth and latency as elsewhere.
+        recompute: backward runs the forward pass once more, as it kept no activations.
+        jitter, seed: coefficient of variation of each computation (lognormal of mean 1); its seed.
+        speeds: of each worker, in rank order (stage by stage); all 1 if None.
 
     Raises:
-        ValueError: Costs, speeds or link that do not fit, or a schedule that does not run.
+        ValueError: costs, speeds or link that do not fit, or a schedule that does not run.
 
     Example:
         >>> from hvd_pipe.planning.schedule import schedule
@@ -318,15 +310,15 @@ def simulate_pipeline(
             f"speeds must be {len(workers)} positive numbers, one a worker, got {list(speeds)}"
         )
     between = (bandwidth, latency)
-    within = between if inside is None else (inside.bandwidth, inside.alpha)
-    run = PipelineRun(schedule, stages, between, within, per_node, recompute)
+    links = between, between if inside is None else (inside.bandwidth, inside.alpha)
     sigma = math.sqrt(math.log1p(jitter * jitter))
+    factors = {}
     for worker, speed in zip(workers, speeds, strict=True):
         # Each worker has its own numbers, so that they do not depend on who comes first.
-        draw = np.random.default_rng([seed, *worker]).lognormal(
-            -sigma * sigma / 2.0, sigma, len(schedule.programs[worker])
-        )
-        run.factors[worker] = [float(factor) / speed for factor in draw]
+        random, count = np.random.default_rng([seed, *worker]), len(schedule.programs[worker])
+        draw = random.lognormal(-sigma * sigma / 2.0, sigma, count)
+        factors[worker] = [float(factor) / speed for factor in draw]
+    run = _Run(schedule, stages, links, per_node, recompute, factors)
     run.go()
     total = max(run.now.values())
     title = f"{schedule.method}, replicas {'-'.join(map(str, schedule.replicas))}"
@@ -352,19 +344,18 @@ def simulate_partition(
     """Simulate a partition's stages on a cluster.
 
     A microbatch takes its part of the minibatch's times and bytes; updates are shared out by
-    parameters; jitter is each computation's. Ranks are stage by stage, and ``per_node`` of them in
-    a row are on one machine, within which a message takes ``network.inside``. Replicas on several
-    machines that they do not fill take an all-reduce over those machines as if they did.
+    parameters; jitter is each computation's. Ranks are stage by stage, ``per_node`` of them in a
+    row on one machine. Replicas average over machines that they do not fill as if they did.
 
     Args:
-        partition: Of :func:`hvd_pipe.planning.partition.partition`; its ``in_transit`` is taken.
-        profile: The model that it divides.
-        cluster: Network, speeds and jitter; it has as many workers as the partition, or more.
-        method, minibatches, microbatches: As :func:`hvd_pipe.planning.schedule.schedule`.
-        recompute, seed: As :func:`simulate_pipeline`.
+        partition: of :func:`hvd_pipe.planning.partition.partition`; its ``in_transit`` is taken.
+        profile: the model that it divides.
+        cluster: network, speeds and jitter; it has as many workers as the partition, or more.
+        method, minibatches, microbatches: as :func:`hvd_pipe.planning.schedule.schedule`.
+        recompute, seed: as :func:`simulate_pipeline`.
 
     Raises:
-        ValueError: Numbers that the method cannot do with, too few workers, or another model.
+        ValueError: numbers that the method cannot do with, too few workers, or another model.
 
     Example:
         >>> from hvd_pipe.planning.cluster import Cluster, Link, Network
@@ -391,15 +382,16 @@ def simulate_partition(
     parameters = sum(stage.parameter_bytes for stage in partition.stages)
     costs, first = [], 0
     for stage in partition.stages:
-        own = [layers[name] for name in stage.layers]
+        parts = [layers[name] for name in stage.layers]
         share = stage.parameter_bytes / parameters if parameters else 0.0
+        average_s = _allreduce_s(cluster.network, first, stage.replicas, stage.parameter_bytes)
         costs.append(
             StageCost(
-                sum(layer.forward_s for layer in own) / microbatches,
-                sum(layer.backward_s for layer in own) / microbatches,
+                sum(layer.forward_s for layer in parts) / microbatches,
+                sum(layer.backward_s for layer in parts) / microbatches,
                 profile.update_s * share,
                 stage.activation_out_bytes / microbatches,
-                _allreduce_s(cluster.network, first, stage.replicas, stage.parameter_bytes),
+                average_s,
             )
         )
         first += stage.replicas
@@ -422,9 +414,9 @@ def _allreduce_s(network: Network, first: int, replicas: int, bytes: int) -> flo
     """Seconds to average over so many ranks, of which this is the first."""
     if replicas == 1:
         return 0.0
-    each = network.per_node
-    if first // each != (first + replicas - 1) // each:
-        replicas = max(2, -(-replicas // each)) * each
+    per_node = network.per_node
+    if first // per_node != (first + replicas - 1) // per_node:
+        replicas = max(2, -(-replicas // per_node)) * per_node
     return float(network.comm(replicas)(bytes))
 
 
@@ -442,8 +434,8 @@ def _period(schedule: Schedule, completed: Sequence[float], total_s: float) -> f
     settled = ends[last - span : last + 1]
     # Workers take turns of some minibatches: count whole turns, where all of them are alike.
     for turn in range(1, span // 2 + 1):
-        took = settled[turn:] - settled[:-turn]
-        if np.ptp(took) <= 1e-9 * took[-1]:
+        turn_s = settled[turn:] - settled[:-turn]
+        if np.ptp(turn_s) <= 1e-9 * turn_s[-1]:
             whole = span // turn * turn
             return float(settled[-1] - settled[-1 - whole]) / whole
     return float(settled[-1] - settled[0]) / span

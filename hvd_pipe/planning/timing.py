@@ -66,7 +66,7 @@ def step_time(
     codec: CodecCost = NONE,
     node: CommModel | None = None,
 ) -> StepTime:
-    """The time of a step of any method on workers that are alike, simulated until it has settled.
+    """The time of a step on workers that are alike, simulated until it has settled.
 
     Args:
         method: a method or its string, such as ``"cocod:period=8"``.

@@ -57,7 +57,7 @@ Find = Callable[[CommModel, str, int | None], Plan]
 
 @dataclass(frozen=True)
 class Trial:
-    """What the slowest rank has seen of a plan, in seconds."""
+    """The times of a plan on the slowest rank, in seconds."""
 
     plan: Plan
     step_s: float
@@ -72,13 +72,10 @@ Propose = Callable[[Sequence[Trial]], tuple[Plan, bool]]
 
 
 class Tuner:
-    """Times plans in training; the clock and the ranks are given.
+    """Times plans in training: ``timed`` steps of each, from the end of step ``begin`` on.
 
-    Args:
-        largest: Returns the largest of all ranks' values, place by place.
-        found_by_first: Returns what the first rank finds.
-        begin: The step whose end is timed first; steps are the same on all ranks.
-        timed: Steps of a plan that are timed.
+    ``largest`` returns the largest of all ranks' values, place by place, and ``found_by_first``
+    what the first rank finds.
     """
 
     def __init__(
@@ -115,14 +112,14 @@ class Tuner:
         waits: Sequence[float] = (),
         ready: Sequence[float] = (),
     ) -> list[float]:
-        """Take what the slowest rank has seen of a plan, and return its times of gradients.
+        """Record a trial, in the times of the slowest rank; return its times of gradients.
 
-        A bucket leaves when the slowest rank has filled it, so that rank's times count. In each
-        step, the rank that is last waits for messages alone.
+        A bucket leaves when the slowest rank has filled it. The rank that is last in a step waits
+        for messages alone, so the least wait counts.
         """
         steps = steps or self.steps()
-        mine = [median(steps), error_of(steps), *(-wait for wait in waits), *ready]
-        step_s, error_s, *rest = self._largest(mine)
+        values = [median(steps), error_of(steps), *(-wait for wait in waits), *ready]
+        step_s, error_s, *rest = self._largest(values)
         least = [-wait for wait in rest[: len(waits)] if math.isfinite(wait)]
         self.tried.append(Trial(plan, step_s, median(least) if least else 0.0, error_s))
         return rest[len(waits) :]
@@ -139,17 +136,17 @@ class Tuner:
 
 
 def next_given(plans: Sequence[Plan], tried: Sequence[Trial]) -> tuple[Plan, bool]:
-    """Each of some plans in turn; in the end, of those that are as good, the fewest messages."""
+    """The next of the given plans; then, of the fastest, that with the fewest messages."""
     if len(tried) < len(plans):
         return plans[len(tried)], False
-    best = min(tried, key=lambda each: each.step_s)
+    best = min(tried, key=lambda trial: trial.step_s)
     as_good = [trial for trial in tried if not _is_faster(best, trial)]
-    kept = min(as_good, key=lambda each: (len(each.plan.buckets), each.step_s))
-    return replace(kept.plan, tried=_seen(tried)), True
+    kept = min(as_good, key=lambda trial: (len(trial.plan.buckets), trial.step_s))
+    return replace(kept.plan, tried=_summary(tried)), True
 
 
-def _is_faster(one: Trial, other: Trial) -> bool:
-    return other.step_s - one.step_s > math.hypot(one.error_s, other.error_s)
+def _is_faster(trial: Trial, slower: Trial) -> bool:
+    return slower.step_s - trial.step_s > math.hypot(trial.error_s, slower.error_s)
 
 
 @dataclass(frozen=True)
@@ -167,13 +164,13 @@ class Gradients:
     def messages(self, plan: Plan) -> list[_Message]:
         """The messages of a plan in the order in which they can leave."""
         index = {name: i for i, name in enumerate(self.names)}
-        found = []
+        messages = []
         for bucket in plan.buckets:
-            own = [index[name] for name in bucket]
-            kind = None if self.kinds is None else self.kinds[own[0]]
-            ready, size = float(self.ready_s[own].max()), float(self.bytes[own].sum())
-            found.append(_Message(bucket, ready, size, kind))
-        return sorted(found, key=lambda each: each.ready_s)
+            members = [index[name] for name in bucket]
+            kind = None if self.kinds is None else self.kinds[members[0]]
+            ready, size = float(self.ready_s[members].max()), float(self.bytes[members].sum())
+            messages.append(_Message(bucket, ready, size, kind))
+        return sorted(messages, key=lambda message: message.ready_s)
 
 
 class _Message(NamedTuple):
@@ -194,7 +191,7 @@ def next_plan(
     races, first = method == "exact", tried[0]
     if len(tried) == 1:
         if races and first.wait_s <= HIDDEN * first.step_s:
-            return _kept(first, tried, gradients), True
+            return _with_prediction(first, tried, gradients), True
         count = len(first.plan.buckets)
         other = count / 3 if MANY / 2 <= count <= 2 * MANY else MANY
         plan = _of_one_size(other, gradients, find)
@@ -202,7 +199,7 @@ def next_plan(
             return plan, False
     if not races:
         comm = fitted_to_waits(tried, gradients)
-        return replace(find(comm, method, None), tried=_seen(tried)), True
+        return replace(find(comm, method, None), tried=_summary(tried)), True
     if len(tried) < most:
         comm = fitted_to_waits(tried, gradients)
         if len(tried) < 3:
@@ -211,14 +208,14 @@ def next_plan(
             plan = _with_fewer(tried[-1].plan, comm, gradients, find)
         if not _is_tried(plan, tried):
             return plan, False
-    best = min(tried, key=lambda each: each.step_s)
-    return _kept(best if _is_faster(best, first) else first, tried, gradients), True
+    best = min(tried, key=lambda trial: trial.step_s)
+    return _with_prediction(best if _is_faster(best, first) else first, tried, gradients), True
 
 
 def error_of(seconds: Sequence[float]) -> float:
     """The standard error of the median of these steps, by their median deviation from it."""
     middle = median(seconds)
-    deviation = median(abs(each - middle) for each in seconds)
+    deviation = median(abs(step_s - middle) for step_s in seconds)
     return 1.253 * 1.4826 * deviation / math.sqrt(len(seconds))  # both for Gaussian noise
 
 
@@ -246,8 +243,8 @@ def fitted_to_waits(tried: Sequence[Trial], gradients: Gradients) -> CommModel:
     for latency in latencies:
         per_byte = chains[0].per_byte(latency, float(waits[0]))
         if per_byte >= 0.0:
-            found = np.array([chain.wait_s(latency, per_byte) for chain in chains[1:]])
-            error = float(((found / np.maximum(waits[1:], 1e-9) - 1.0) ** 2).sum())
+            predicted = np.array([chain.wait_s(latency, per_byte) for chain in chains[1:]])
+            error = float(((predicted / np.maximum(waits[1:], 1e-9) - 1.0) ** 2).sum())
             best = min(best, (error, latency, per_byte))
     return CommModel.linear(*best[1:])
 
@@ -270,14 +267,14 @@ class _Chain(NamedTuple):
         return float((self.lead_s + latency * self.counts + per_byte * self.bytes).max())
 
     def per_byte(self, latency: float, wait: float) -> float:
-        """The seconds a byte with which they end so late; negative where there are none."""
+        """The seconds a byte with which a step waits so long; negative where there are none."""
         left = wait - self.lead_s - latency * self.counts
         sent = self.bytes > 0.0
         return float((left[sent] / self.bytes[sent]).min()) if sent.any() else 0.0
 
 
 def _of_one_size(count: float, gradients: Gradients, find: Find) -> Plan:
-    """About so many messages, of the same number of bytes."""
+    """A plan of about ``count`` messages of equal bytes."""
     limit = max(1, math.ceil(float(gradients.bytes.sum()) / count))
     plan = find(CommModel.linear(0.0, 0.0), "bytes", limit)
     return replace(plan, predicted_s=None, exposed_s=None)  # of no link
@@ -290,16 +287,19 @@ def _with_fewer(plan: Plan, comm: CommModel, gradients: Gradients, find: Find) -
         return _of_one_size(FEWER * len(kept), gradients, find)
     while len(kept) > max(1, math.floor(FEWER * len(plan.buckets))):
         options = []
-        for i, one in enumerate(kept):
-            j = next((j for j in range(i + 1, len(kept)) if kept[j].kind == one.kind), None)
+        for i, message in enumerate(kept):
+            j = next((j for j in range(i + 1, len(kept)) if kept[j].kind == message.kind), None)
             if j is not None:
                 other = kept[j]
-                both = other._replace(names=one.names + other.names, bytes=one.bytes + other.bytes)
+                both = other._replace(
+                    names=message.names + other.names, bytes=message.bytes + other.bytes
+                )
                 options.append([*kept[:i], *kept[i + 1 : j], both, *kept[j + 1 :]])
         if not options:
             break
         kept = min(
-            options, key=lambda each: _Chain.of(each).wait_s(comm.latency, float(comm.slopes[0]))
+            options,
+            key=lambda merged: _Chain.of(merged).wait_s(comm.latency, float(comm.slopes[0])),
         )
     return Plan(tuple(message.names for message in kept), plan.method)
 
@@ -309,12 +309,12 @@ def _is_tried(plan: Plan, tried: Sequence[Trial]) -> bool:
     return any(set(map(frozenset, trial.plan.buckets)) == buckets for trial in tried)
 
 
-def _kept(trial: Trial, tried: Sequence[Trial], gradients: Gradients) -> Plan:
+def _with_prediction(trial: Trial, tried: Sequence[Trial], gradients: Gradients) -> Plan:
     messages = gradients.messages(trial.plan)
     finish = float(gradients.ready_s.max()) + trial.wait_s
     names = tuple(message.names for message in messages)
-    return Plan(names, trial.plan.method, finish, trial.wait_s, tried=_seen(tried))
+    return Plan(names, trial.plan.method, finish, trial.wait_s, tried=_summary(tried))
 
 
-def _seen(tried: Sequence[Trial]) -> tuple[tuple[int, float], ...]:
+def _summary(tried: Sequence[Trial]) -> tuple[tuple[int, float], ...]:
     return tuple((len(trial.plan.buckets), trial.step_s) for trial in tried)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,9 +88,6 @@ def test_the_default_stays_where_nothing_exact_is_much_faster() -> None:
     exact = ["merged-gradient", forward]
     slow, quick = cluster(2.5e9), cluster(250e9)
     assert advise(MODEL, slow, exact).best.strategy == forward
-    gain = row(advise(MODEL, quick, exact), "merged-gradient").time.total_s
-    gain /= row(advise(MODEL, quick, exact), forward).time.total_s
-    assert gain < 1.05
     assert advise(MODEL, quick, exact, margin=0.05).best.strategy == "merged-gradient"
     assert advise(MODEL, slow, exact, margin=1.0).best.strategy == "merged-gradient"
 
@@ -121,6 +117,7 @@ def test_an_exact_one_is_kept_unless_another_is_faster_by_more_than_the_margin()
     )
     gain = merged / pipe - 1
     assert advise(MODEL, cluster(2.5e9), margin=gain * 0.99).best.strategy == "pipe-sgd"
+    assert not pipelines(advise(MODEL, cluster(2.5e9), methods=["pipe-sgd"]))
     kept = advise(MODEL, cluster(2.5e9), margin=gain * 1.01)
     assert kept.best.strategy == "merged-gradient"
     assert "changes the mathematics" in kept.reason
@@ -278,17 +275,6 @@ def test_the_delay_counts_for_the_period() -> None:
     assert rounds.period == 5
 
 
-def test_weights_that_fit_the_speeds_leave_nothing_to_warn_of() -> None:
-    speeds = (1.0, 1.0, 2.0, 2.0)
-    model = replace(MODEL, batch=None)
-    where = cluster(1e9, 4, speeds=speeds)
-    advice = advise(model, where, methods=["cocod", "merged-gradient"], momentum=0.0)
-    balanced, even = (r for r in advice.rows if not r.baseline)
-    assert balanced.strategy == "cocod:weights=1/1/2/2"
-    assert [text.split()[0] for text in balanced.warnings] == ["replicas"]
-    assert "slowest worker" in even.warnings[0]
-
-
 def test_what_diverges_comes_with_what_does_not() -> None:
     """CoCoD's replicas leave each other at momentum 0.9 where synchronous SGD is far from it."""
     facts = {"learning_rate": 0.1, "curvature": 4.0, "momentum": 0.9}
@@ -398,12 +384,6 @@ def test_modes_that_cut_a_minibatch() -> None:
     assert flush.memory_bytes[0] == 3 * 10**8 + 4 * 1000
 
 
-def test_a_batch_of_as_many_samples_as_data_parallelism() -> None:
-    found = pipelines(advise(MODELS["vgg16"], ethernet(), methods=["pipedream"]))
-    counts = {mode: row.pipeline.microbatches for mode, row in found.items() if row.pipeline}
-    assert counts == {"stash": 1, "flush": 15, "2bw": 30}  # 2BW must cover what is in flight
-
-
 def test_the_first_stage_limits_the_learning_rate() -> None:
     layers = tuple(LayerProfile(f"l{at}", 10**8, 0.02, 0.01, 1000) for at in range(4))
     model, limit = ModelProfile(layers), delayed_rate(3, 0.9)
@@ -451,23 +431,3 @@ def test_no_pipeline_is_said_why(model: ModelProfile, made: Cluster, reason: str
     assert not pipelines(advice)
     assert reason in advice.notes[0]
     assert json.loads(json.dumps(advice.to_json()))["notes"] == list(advice.notes)
-
-
-def test_other_methods_alone_leave_it_out() -> None:
-    advice = advise(MODELS["vgg16"], ethernet(), methods=["pipe-sgd"])
-    assert not pipelines(advice)
-    assert not advice.notes
-
-
-def test_machines_of_several_workers_and_slow_ones() -> None:
-    network = Network(Link.of(1.25e8, 3e-5), per_node=4, inside=Link.of(1e10, 1e-5))
-    found = pipelines(advise(MODELS["vgg16"], Cluster(16, network)))
-    assert found
-    slow, fast = (
-        pipelines(advise(MODELS["vgg16"], ethernet(bandwidth=bandwidth, speeds=(speed,) * 16)))
-        for speed, bandwidth in ((0.5, 0.625e9), (1.0, 1.25e9))
-    )
-    assert slow["stash"].time.total_s == pytest.approx(2 * fast["stash"].time.total_s, rel=1e-3)
-    for row in (*slow.values(), *found.values()):
-        assert row.time.limit_s <= row.time.total_s * (1 + 1e-12)
-        assert math.isfinite(row.time.comm_s)

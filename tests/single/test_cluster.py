@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from hvd_pipe.planning.cluster import (
     allreduce,
     hierarchical,
     rescale,
-    terms,
 )
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.fit import measured
@@ -28,6 +26,7 @@ from hvd_pipe.planning.fit import measured
 ETHERNET = Network(Link(3e-5, 8e-10))
 DEEP = Network(Link(3e-5, 8e-10), "double-binary-tree", 1e-11, 8, Link(5e-6, 1e-11))
 JUMP = CommModel((0, 8192, 524288), (8e-5, 9e-4, 1e-3), (1.5e-8, 3e-9, 3.4e-9), error=0.03)
+UNEVEN = Cluster(2, ETHERNET, speeds=(1, 2))
 MEASURED = Network(None, measured=JUMP, measured_workers=8)
 
 
@@ -138,10 +137,7 @@ def test_json_comes_back_exactly(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_with_workers() -> None:
     assert Cluster(8, DEEP, jitter=0.1).with_workers(64) == Cluster(64, DEEP, jitter=0.1)
-    uneven = Cluster(2, ETHERNET, speeds=(1, 2))
-    assert uneven.with_workers(2) is uneven
-    with pytest.raises(ValueError, match=r"names the speeds of its 2 workers, .* about 4: use"):
-        uneven.with_workers(4)
+    assert UNEVEN.with_workers(2) is UNEVEN
 
 
 @pytest.mark.parametrize(
@@ -163,6 +159,11 @@ def test_with_workers() -> None:
         (lambda: Cluster(1, ETHERNET, speeds=(0,)), ValueError, r"speed must be positive, got 0"),
         (lambda: Cluster(1, ETHERNET, memory_bytes=0), ValueError, r"memory_bytes must be at l"),
         (lambda: Cluster(1, ETHERNET, jitter=1e308), ValueError, r"must be at most 10 .*308"),
+        (lambda: allreduce(4, 1, 1, 0, "star"), ValueError, r"one of ring, .*-tree; got 'star'"),
+        (lambda: hierarchical(2, 0, *(Link(1, 1),) * 2), ValueError, r"per_node must be at lea"),
+        (lambda: hierarchical(0, 2, *(Link(1, 1),) * 2), ValueError, r"workers must be at leas"),
+        (lambda: UNEVEN.with_workers(4), ValueError, r"speeds of its 2 workers, .* about 4: use"),
+        (lambda: rescale(JUMP, 1, 4), ValueError, r"from_workers must be at least 2, got 1: a"),
     ],
 )
 def test_bad_arguments(make: Any, error: type[Exception], message: str) -> None:
@@ -188,12 +189,6 @@ def test_formulas_for_eight_workers(algorithm: str, latency: float, per_byte: fl
     assert model.latency == pytest.approx(latency)
     assert model.slopes[0] == pytest.approx(per_byte)
     assert allreduce(1, 1e-5, 1e-9, 1e-10, algorithm)(1e9) == 0.0
-
-
-@given(algorithms, st.integers(1, 4096), st.integers(1, 4096))
-def test_more_workers_take_no_less(algorithm: str, p: int, q: int) -> None:
-    few, many = sorted((p, q))
-    assert all(a <= b for a, b in zip(terms(few, algorithm), terms(many, algorithm), strict=True))
 
 
 def test_a_hierarchy_by_hand() -> None:
@@ -228,17 +223,6 @@ def test_rescaled_formulas_are_formulas(algorithm: str, p: int, q: int, x: float
     assert rescale(before, p, q, algorithm)(x) == pytest.approx(after(x), rel=1e-12)
 
 
-@given(algorithms, st.integers(2, 2048), st.integers(2, 2048), st.integers(0, 99))
-def test_there_and_back(algorithm: str, p: int, q: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    x = np.sort(rng.choice(10**7, 12, replace=False))
-    model = CommModel.table(x, rng.exponential(1e-3, 12))
-    back = rescale(rescale(model, p, q, algorithm), q, p, algorithm)
-    assert back.starts == pytest.approx(model.starts, rel=1e-12)
-    assert back.intercepts == pytest.approx(model.intercepts, rel=1e-12)
-    assert back.slopes == pytest.approx(model.slopes, rel=1e-12)
-
-
 def test_a_ring_jumps_at_a_size_of_its_chunks() -> None:
     """Hops that jump at chunks of 1 KiB make a ring of p jump at messages of p KiB."""
 
@@ -262,22 +246,3 @@ def test_rescaling_nothing() -> None:
     assert rescale(model, 4, 4) is model
     assert rescale(model, 4, 1)(1e9) == 0.0
     assert rescale(model, 4, 8).error is None
-
-
-def test_bad_formulas() -> None:
-    model, link = CommModel.linear(1, 1), Link(1, 1)
-    with pytest.raises(ValueError, match=r"one of ring, .*double-binary-tree; got 'star'"):
-        allreduce(4, 1, 1, algorithm="star")
-    with pytest.raises(ValueError, match=r"workers must be at least 1, got 0"):
-        allreduce(0, 1, 1)
-    with pytest.raises(ValueError, match=r"per_node must be at least 1, got 0"):
-        hierarchical(2, 0, link, link)
-    with pytest.raises(ValueError, match=r"workers must be at least 1, got 0"):
-        hierarchical(0, 2, link, link)
-    with pytest.raises(ValueError, match=r"from_workers must be at least 2, got 1: a single work"):
-        rescale(model, 1, 4)
-    with pytest.raises(ValueError, match=r"workers must be at least 1, got 0"):
-        rescale(model, 4, 0)
-    with pytest.raises(ValueError, match=r"got 'star'"):
-        rescale(model, 4, 4, "star")
-    assert math.isclose(rescale(model, 2, 4, "halving-doubling").latency, 2.0)

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import fit as fit_module
-from hvd_pipe.planning.cluster import allreduce, rescale
 from hvd_pipe.planning.comm import CommModel, fit_line
 from hvd_pipe.planning.fit import fit, fit_error, fit_segments, measured
 
@@ -168,19 +167,6 @@ def test_the_last_line_is_no_accident_of_the_last_samples() -> None:
     """On 8 nodes the last 5 of 266 sizes rise steeply: 17 ns a byte, which 64 MiB do not take."""
     model = fit_segments(*osu(8))
     assert model(2**26) == pytest.approx(0.12, rel=0.05)
-
-
-@pytest.mark.parametrize("workers", [2, 16, 100])
-def test_fitted_models_scale_to_other_clusters(workers: int) -> None:
-    x, t = osu(8)
-    for model in (fit(x, t), fit_segments(x, t), CommModel.table(x, t)):
-        other = rescale(model, 8, workers)
-        probes = np.geomspace(1, 1e8, 500)
-        assert (np.diff(other(probes)) >= 0.0).all()
-        assert len(other.starts) == len(model.starts)
-    line = fit(np.arange(1, 9) * 1e5, allreduce(8, 1e-5, 1e-9)(np.arange(1, 9) * 1e5))
-    expected = allreduce(workers, 1e-5, 1e-9)(x)
-    np.testing.assert_allclose(rescale(line, 8, workers)(x), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from dataclasses import fields, replace
@@ -10,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_pipe.cli.main import main
 from hvd_pipe.pipeline.plans import Options, choose
 from hvd_pipe.planning import pipeline_plans
 from hvd_pipe.planning.cluster import Cluster, Link, Network
@@ -22,6 +19,7 @@ from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.pipeline_plans import (
     MOST_IN_TRANSIT,
     REACHED,
+    Held,
     Planner,
     fewest_microbatches,
     held,
@@ -120,9 +118,7 @@ def test_the_modes_of_four_stages(
     plan = partition(profile, [(4, 1e9)], replicas=(1, 1, 1, 1))
     m = 8 if MODES[mode].coalesces else 1
     cost = pipeline_cost(plan, profile, cluster(4), mode=mode, microbatches=m)
-    assert tuple(one.versions for one in cost.held) == versions
-    assert tuple(one.in_flight for one in cost.held) == in_flight
-    assert tuple(one.staleness for one in cost.held) == staleness
+    assert cost.held == tuple(map(Held, versions, in_flight, staleness))
     for stage, memory, v, k in zip(
         plan.stages, cost.memory_bytes, versions, in_flight, strict=True
     ):
@@ -138,7 +134,6 @@ def test_stash_needs_what_the_partition_says(replicas: list[int]) -> None:
     cost = pipeline_cost(plan, profile, cluster(workers))
     assert cost.memory_bytes == tuple(stage.memory_bytes for stage in plan.stages)
     assert tuple(one.in_flight for one in cost.held) == plan.in_flight
-    assert tuple(one.staleness + 1 for one in cost.held) == plan.in_flight
 
 
 @given(st.sampled_from(MODE_NAMES), PLANS)
@@ -161,19 +156,6 @@ def test_bytes_are_those_of_the_messages(mode: str, replicas: list[int]) -> None
         assert sent / minibatches == pytest.approx(cost.sent_bytes[worker.stage], rel=1e-12)
     total = math.fsum(r * x for r, x in zip(cost.replicas, cost.sent_bytes, strict=True))
     assert cost.wire_bytes == pytest.approx(total)
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("mode", MODE_NAMES)
-def test_the_period_of_equal_stages(mode: str, stages: int) -> None:
-    """Free messages: 3 s a stage; a flush waits for n - 1 more microbatches."""
-    profile = even(stages)
-    plan = partition(profile, [(stages, 1e9)], straight=True)
-    m = 8 if MODES[mode].coalesces else 1
-    cost = pipeline_cost(plan, profile, cluster(stages), mode=mode, microbatches=m)
-    units = m + stages - 1 if MODES[mode].synchronous else m
-    assert cost.period_s == pytest.approx(units * 3.0 / m)
-    assert cost.utilisation == pytest.approx(m / units)
 
 
 def test_what_is_kept_is_what_the_profile_says() -> None:
@@ -215,15 +197,6 @@ def test_updates_of_replicas_are_not_shared() -> None:
     flush = pipeline_cost(plan, profile, wide, mode="flush", microbatches=4)
     assert flush.compute_s == 1.5
     assert flush.period_s == pytest.approx(1.5)
-
-
-def test_vgg_sends_a_tenth() -> None:
-    """The papers' 85 to 95% less than data parallelism."""
-    profile = ModelProfile.read(DATA / "vgg16.graph.txt")
-    plan = partition(profile, [(16, 1.25e9)])
-    cost = pipeline_cost(plan, profile, cluster(16, 1.25e9))
-    assert plan.config == "15-1"
-    assert 0.85 < cost.saved() < 0.95
 
 
 def test_arguments_that_cannot_be() -> None:
@@ -324,27 +297,15 @@ def test_one_in_transit_hides_messages(stages: int, message_s: float) -> None:
     assert period(plan, model, many, 1) == pytest.approx(3.0, rel=0.02)
 
 
-def test_none_is_in_transit_where_messages_cost_nothing() -> None:
-    model, many, plan = chain(4, 0.0)
-    found, _ = scheduled(plan, model, many)
-    assert (found.in_transit, found.in_flight) == (0, (4, 3, 2, 1))
-    assert found.simulated_s == pytest.approx(3.0)
-
-
 def test_the_plan_says_what_it_costs() -> None:
     """In flight, memory of versions and activations, staleness: as the schedule has them."""
     model, many, plan = chain(3, 1.0)
     found, cost = scheduled(plan, model, many)
     assert (found.in_transit, found.in_flight) == (1, (5, 3, 1))
-    assert tuple(one.in_flight for one in cost.held) == found.in_flight
-    assert tuple(one.versions for one in cost.held) == found.in_flight
-    assert tuple(one.staleness for one in cost.held) == (4, 2, 0)
+    assert cost.held == (Held(5, 5, 4), Held(3, 3, 2), Held(1, 1, 0))
     assert tuple(stage.memory_bytes for stage in found.stages) == cost.memory_bytes
     assert cost.memory_bytes == pipeline_cost(found, model, many).memory_bytes
     assert cost.memory_bytes[0] > pipeline_cost(plan, model, many).memory_bytes[0]
-    text = str(found)
-    assert "the schedule reaches 3000.000 ms, with 1 minibatches in transit" in text
-    assert "5 in flight in each worker of the first" in text
 
 
 def test_memory_decides_how_many() -> None:
@@ -391,16 +352,6 @@ def test_no_number_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cost == pipeline_cost(plan, model, many)
 
 
-def test_the_command_simulates_each_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = Simulations(monkeypatch)
-    options = "--workers 4 --bandwidth 8gbit --json"
-    command = ["partition", str(DATA / "gnmt.graph.txt"), *options.split()]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 0
-    assert json.loads(result.stdout)["config"] == "1-1-1-1"
-    assert set(ran.counts.values()) == {1}
-
-
 @pytest.mark.parametrize("mode", ["2bw", "flush", "gpipe"])
 def test_modes_that_cut_minibatches_keep_the_plans_number(mode: str) -> None:
     model, many, plan = chain(3, 1.0)
@@ -411,18 +362,16 @@ def test_modes_that_cut_minibatches_keep_the_plans_number(mode: str) -> None:
         assert cost.microbatches == 5  # what is in flight
 
 
-@pytest.mark.parametrize("workers", [4, pytest.param(16, marks=pytest.mark.nightly)])
-def test_gnmt_reaches_its_plan(workers: int) -> None:
-    """At 1 GB/s NOAM took 35.2 ms of 25.9 with 4 workers, 34.4 of 14.1 with 16."""
-    many = cluster(workers)
+def test_gnmt_reaches_its_plan() -> None:
+    """At 1 GB/s NOAM took 35.2 ms of 25.9 with 4 workers."""
+    many = cluster(4)
     found = Planner(GNMT, many, "stash").best()
     assert found.simulated_s is not None
     assert found.period_s / found.simulated_s >= REACHED
     assert found.in_transit <= MOST_IN_TRANSIT
     again = simulate_partition(found, GNMT, many, minibatches=560)
     assert found.period_s / again.period_s >= REACHED
-    least = {4: 0.0260, 16: 0.0212}[workers]
-    assert again.period_s <= least
+    assert again.period_s <= 0.0260
 
 
 def test_the_plan_is_the_fastest_as_it_runs() -> None:
@@ -437,18 +386,6 @@ def test_the_plan_is_the_fastest_as_it_runs() -> None:
         assert found.simulated_s < reached
     # Planned for slower links, it is compared with data parallelism on those that there are.
     assert found.data_parallel_s == promised.data_parallel_s
-
-
-@pytest.mark.nightly  # a search of seconds, as in the tests beside it
-def test_replicas_that_are_asked_for_are_cut_as_well_as_those_that_are_found() -> None:
-    """What advice says to write, such as plan="1-1-10-1-1-1-1", reaches what it promises."""
-    many = cluster(16)
-    found = Planner(GNMT, many, "stash").best()
-    again = Planner(GNMT, many, "stash").best(found.replicas)
-    assert again.simulated_s is not None
-    assert found.simulated_s is not None
-    assert again.simulated_s <= found.simulated_s * 1.01
-    assert again.replicas == found.replicas
 
 
 def test_data_parallelism_is_taken_where_no_schedule_beats_it() -> None:

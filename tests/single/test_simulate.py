@@ -17,7 +17,6 @@ from hvd_pipe.planning.cluster import Cluster, Network
 from hvd_pipe.planning.comm import NONE, CodecCost, CommModel
 from hvd_pipe.planning.messages import overlapped_messages
 from hvd_pipe.planning.methods import Conventional, Method, WidePipeSGD
-from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.simulate import MAX_EVENTS, simulate
 from hvd_pipe.planning.timing import step_time
@@ -179,57 +178,6 @@ def test_the_timeline_of_a_step() -> None:
         ("bucket 1", "allreduce", "network", 6.0, 1.0),
     ]
     assert run.timeline.title == "wfbp, 3 workers"
-
-
-ORDERED = MergedGradient(
-    plan=Plan((("fc",), ("conv",)), "given", order=(0, 1, 0)), overlap="forward"
-)
-
-
-def test_messages_behind_the_next_forward_pass_by_hand() -> None:
-    """Two workers, one of half the speed; fc travels in two pieces of 5 bytes, 2 s each.
-
-    Forward: conv is needed at 0 and fc at 1 of 2; backward: fc is ready at 1, conv at 4 of 4. The
-    link carries 2 s of fc, 1 s of conv, 2 s of fc. Worker 1 takes 2 times as long.
-    """
-    net = CommModel((0.0, 3.0), (1.0, 2.0), (0.0, 0.0))  # 2 bytes take 1 s, 5 bytes 2 s
-    model = replace(MODEL, update_s=0.0)
-    slow = cluster(net, 2, speeds=(1.0, 0.5))
-    run = simulate(model, slow, ORDERED, iterations=2, trace_workers=(0, 1))
-    #  0  forward 0 to 2, backward 2 to 6; conv arrives at 13: waits, forward 13 to 14, waits for
-    #     fc until 15, forward 15 to 16, backward 16 to 20
-    #  1  forward 0 to 4, backward 4 to 12; waits until 13, forward 13 to 17, backward 17 to 25
-    # link  fc is ready at 4 + 2 = 6, to 8; conv at 12, to 13; fc to 15; then 19 to 21, and so on
-    found = [
-        (e.worker, e.name, e.category, e.start_s, e.end_s)
-        for e in run.timeline.events
-        if e.category != "ready" and (e.lane == "compute" or e.worker == 0)
-    ]
-    assert sorted(found) == sorted(
-        [
-            (0, "forward 0", "forward", 0.0, 2.0),
-            (0, "backward 0", "backward", 2.0, 6.0),
-            (0, "wait for bucket 1", "wait", 6.0, 13.0),
-            (0, "forward 1", "forward", 13.0, 14.0),
-            (0, "wait for bucket 0", "wait", 14.0, 15.0),
-            (0, "forward 1", "forward", 15.0, 16.0),
-            (0, "backward 1", "backward", 16.0, 20.0),
-            (1, "forward 0", "forward", 0.0, 4.0),
-            (1, "backward 0", "backward", 4.0, 12.0),
-            (1, "wait for bucket 1", "wait", 12.0, 13.0),
-            (1, "forward 1", "forward", 13.0, 17.0),
-            (1, "backward 1", "backward", 17.0, 25.0),
-            (0, "bucket 0-0", "allreduce", 6.0, 8.0),
-            (0, "bucket 1", "allreduce", 12.0, 13.0),
-            (0, "bucket 0-1", "allreduce", 13.0, 15.0),
-            (0, "bucket 0-0", "allreduce", 19.0, 21.0),
-            (0, "bucket 1", "allreduce", 25.0, 26.0),
-            (0, "bucket 0-1", "allreduce", 26.0, 28.0),
-        ]
-    )
-    assert run.iteration_ends.tolist() == [12.0, 25.0]
-    assert run.comm_s == 5.0
-    assert simulate(model, slow, ORDERED).step_s == pytest.approx(13.0)
 
 
 @given(forward_overlaps(), profiles(), comm_models(), st.data())

@@ -118,7 +118,7 @@ def test_every_computation_ends_when_its_longest_path_does(
 
 @pytest.mark.parametrize("method", ["gpipe", "1f1b-flush"])
 @pytest.mark.parametrize("stages", [1, 2, 5])
-@pytest.mark.parametrize("microbatches", [1, 4, 9])
+@pytest.mark.parametrize("microbatches", [1, 9])
 def test_flushed_pipelines_of_equal_stages(method: str, stages: int, microbatches: int) -> None:
     plan = schedule(method, [1] * stages, 3, microbatches)
     slots = microbatches + stages - 1
@@ -144,19 +144,12 @@ def slowest(stages: Sequence[StageCost], replicas: Sequence[int]) -> tuple[float
     return pace, not others or others[-1] < 0.9 * pace or others[-1] == pace
 
 
-@given(st.lists(costs, min_size=1, max_size=5))
-def test_the_slowest_stage_sets_the_pace_of_1f1b(stages: list[StageCost]) -> None:
-    run = simulate(schedule("1f1b", [1] * len(stages), 80), stages)
-    pace, settled = slowest(stages, [1] * len(stages))
-    assert run.period_s <= pace * (1 + 1e-9)
-    if settled:
-        assert run.period_s == exact(pace)
+SHAPES = [[1], [1, 1, 1], [1] * 5, [2], [3, 3], [2, 2, 2], [2, 1], [4, 2], [15, 1]]
 
 
-@given(st.sampled_from([[2], [3, 3], [2, 2, 2], [2, 1], [4, 2], [15, 1]]), st.data())
-def test_replicas_share_the_minibatches_of_a_stage(
-    replicas: list[int], data: st.DataObject
-) -> None:
+@given(st.sampled_from(SHAPES), st.data())
+def test_the_slowest_stage_sets_the_pace_of_1f1b(replicas: list[int], data: st.DataObject) -> None:
+    """Replicas share the minibatches of their stage."""
     stages = data.draw(st.lists(costs, min_size=len(replicas), max_size=len(replicas)))
     run = simulate(schedule("1f1b", replicas, 160), stages)
     pace, settled = slowest(stages, replicas)
@@ -213,12 +206,6 @@ def test_jitter_has_a_seed_and_a_mean_of_one() -> None:
     calm = simulate(schedule("1f1b", [1] * 4, 200), [cost] * 4)
     rough = simulate(schedule("1f1b", [1] * 4, 200), [cost] * 4, jitter=0.5)
     assert rough.period_s > 1.05 * calm.period_s
-
-
-def test_speeds_are_in_rank_order() -> None:
-    run = simulate(schedule("1f1b", [1, 1], 60), [StageCost(1.0, 2.0)] * 2, speeds=[1.0, 0.5])
-    assert run.period_s == exact(6.0)
-    assert run.utilisation[Worker(0, 0)] == pytest.approx(0.5, abs=0.05)
 
 
 MODEL = ModelProfile(
@@ -303,6 +290,8 @@ def test_replicas_on_two_machines_average_between_them(first: int, workers: int)
 Call = Callable[[], object]
 PLAN = schedule("1f1b", [1, 1], 3)
 COST = StageCost(1.0, 2.0)
+TWO = Cluster(2, Network(Link(0.0, 0.0)))
+OTHER = ModelProfile((LayerProfile("other", 4, 1.0),))
 
 
 @pytest.mark.parametrize(
@@ -317,20 +306,8 @@ COST = StageCost(1.0, 2.0)
         (lambda: simulate(PLAN, [COST] * 2, jitter=math.inf), "jitter must be finite"),
         (lambda: simulate(PLAN, [COST] * 2, speeds=[1.0]), "speeds must be 2 positive numbers"),
         (lambda: simulate(PLAN, [COST] * 2, speeds=[1.0, 0.0]), "speeds must be 2 positive"),
-        (
-            lambda: simulate_partition(
-                hand_made(((0, 1, 2, 3, 4, 5), 4)), MODEL, Cluster(2, Network(Link(0.0, 0.0)))
-            ),
-            "needs 4 workers, but the cluster has 2",
-        ),
-        (
-            lambda: simulate_partition(
-                hand_made(((0,), 1)),
-                ModelProfile((LayerProfile("other", 4, 1.0),)),
-                Cluster(2, Network(Link(0.0, 0.0))),
-            ),
-            "of another model: the profile has no layers",
-        ),
+        (lambda: simulate_partition(hand_made(((5,), 4)), MODEL, TWO), "but the cluster has 2"),
+        (lambda: simulate_partition(hand_made(((0,), 1)), OTHER, TWO), "has no layers"),
     ],
 )
 def test_refuses(call: Call, words: str) -> None:

@@ -48,7 +48,6 @@ def test_every_tensor_has_a_fragment_and_none_is_much_larger(
     loads = np.bincount(found, weights=sizes, minlength=count)
     assert loads.sum() == sum(sizes)
     assert loads.max() <= sum(sizes) / count + max(sizes)
-    assert set(found) <= set(range(count))
     assert set(found) == set(range(count))  # empty tensors, too, have a fragment
 
 
@@ -122,18 +121,6 @@ def test_a_network_must_say_what_joins_a_node() -> None:
         advise(MODEL, cluster, ["cocod:within=node"])
 
 
-def test_advice_has_them() -> None:
-    cluster = nodes(CommModel.linear(8.0, 2.0), Link(0.01, 1e-4), 2, 4)
-    cut = "cocod:period=8,fragments=2"
-    outer = "cocod:period=8,outer=nesterov,fragments=2"
-    asked = [cut, f"{cut},within=node", outer]
-    rows = {row.strategy: row for row in advise(MODEL, cluster, asked, momentum=0.9).rows}
-    plain, within = rows[cut], rows[f"{cut},within=node"]
-    assert plain.time.total_s < within.time.total_s
-    assert plain.staleness == 8 + 4 - 1
-    assert any("stable only while" in text for text in rows[outer].warnings)
-
-
 SPEEDS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12)
 WILD = st.lists(st.floats(5e-324, 1.7e308), min_size=1, max_size=12)
 
@@ -164,18 +151,6 @@ def test_within_one_of_the_exact_share(case: tuple[int, list[float]]) -> None:
             assert abs(share - wanted) < 1 + 1e-9
     for share, wanted in zip(split, exact, strict=True):
         assert share <= math.floor(wanted) + 1 + 1e-9  # nobody pays in for others and gets more
-
-
-@given(batches(SPEEDS))
-def test_the_faster_worker_never_gets_less(case: tuple[int, list[float]]) -> None:
-    batch, speeds = case
-    in_order = [share for _, share in sorted(zip(speeds, split_batch(batch, speeds), strict=True))]
-    assert in_order == sorted(in_order)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.floats(1e-3, 1e3))
-def test_whole_shares_are_exact(shares: list[int], unit: float) -> None:
-    assert split_batch(sum(shares), [share * unit for share in shares]) == shares
 
 
 @pytest.mark.parametrize(
