@@ -67,7 +67,7 @@ def run(
     with log.open("wb") as sink:
         try:
             process = subprocess.Popen(
-                list(map(os.fspath, command)),
+                [os.fspath(part) for part in command],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -245,10 +245,10 @@ def features_here(only: str | None = None, mpi: bool = True, cuda: bool = False)
     torch = None if only == "tensorflow" else installed("torch")
     tensorflow = None if only == "torch" else installed("tensorflow-cpu", "tensorflow")
     if torch is None and tensorflow is None:
-        names = f"no {only}" if only else "neither torch nor tensorflow"
+        none, names = ("no ", only) if only else ("neither ", "torch nor tensorflow")
         raise SetupError(
-            f"{names} is installed for {sys.executable}: `pip install {only or 'torch'}` first, "
-            "or run this with the Python that has it."
+            f"{none}{names} is installed for {sys.executable}: `pip install {only or 'torch'}` "
+            "first, or run this with the Python that has it."
         )
     return Features(torch, tensorflow, mpi, cuda)
 
