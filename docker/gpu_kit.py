@@ -34,8 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # An archive has hvd_pipe as a wheel, from which Python imports as from a folder.
 sys.path.insert(0, str(ROOT / "docker"))
 sys.path.insert(0, str(next(ROOT.glob("wheels/hvd_pipe-*.whl"), ROOT)))
-from hvd_pipe.build_horovod.recipe import VERSION, fetch_source  # noqa: E402
-from hvd_pipe.build_horovod.system import SetupError, run, say  # noqa: E402
+from hvd_pipe.build_horovod.recipe import VERSION, SetupError, fetch_source, run, say  # noqa: E402
 
 # The archive
 TOP = "hvd_pipe_gpu_kit"

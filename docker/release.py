@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hvd_pipe import __version__
-from hvd_pipe.build_horovod.system import SetupError, run, say
+from hvd_pipe.build_horovod.recipe import SetupError, run, say
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "setup.py")

@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from hvd_pipe.build_horovod import system
-from hvd_pipe.build_horovod.system import SetupError, run, say
+from hvd_pipe.build_horovod import recipe
+from hvd_pipe.build_horovod.recipe import SetupError, run, say
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "docker" / "constraints.txt"
@@ -50,7 +50,7 @@ EXAMPLES = ("scikit-learn", "tqdm")
 
 def missing_packages() -> list[str]:
     """Return the system packages that are missing for the build, the tests and an environment."""
-    packages = system.missing_packages(more=ROOT_TOOLS if os.geteuid() == 0 else {})
+    packages = recipe.missing_packages(more=ROOT_TOOLS if os.geteuid() == 0 else {})
     probe = "import venv, ensurepip"
     if subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False).returncode:
         packages.append("python3-venv")
@@ -63,7 +63,7 @@ def system_packages(log: Path) -> None:
         say("  system packages: all there")
         return
     if shutil.which("apt-get") is None or os.geteuid() != 0:
-        raise system.packages_error(packages)
+        raise recipe.packages_error(packages)
     apt_install(packages, log)
     still = missing_packages()
     if still:
@@ -79,7 +79,7 @@ def apt_install(packages: list[str], log: Path) -> None:
 
 def slurm_packages(log: Path) -> None:
     """Install Slurm for its tests, or say that they will be skipped."""
-    packages = system.missing_packages(more=SLURM_TOOLS)  # all others are there by now
+    packages = recipe.missing_packages(more=SLURM_TOOLS)  # all others are there by now
     if not packages:
         return
     skipped = f"  tests of Slurm will be skipped without {' '.join(packages)}"
@@ -177,7 +177,7 @@ def python_packages(python: Path, cuda: bool, tools: bool, tensorflow: bool, log
             *pip,
             "--no-build-isolation",
             *wanted,
-            *system.PYTHON_PACKAGES,
+            *recipe.PYTHON_PACKAGES,
             "-e",
             *([f"{ROOT}[mpi,plot,dev,docs]"] if tools else [f"{ROOT}[mpi,plot]", *EXAMPLES]),
         ],
@@ -260,8 +260,8 @@ def main() -> None:
     say("[3/4] Python packages")
     python_packages(python, cuda, not (image or torch_only), not torch_only, log)
     say("[4/4] Horovod")
-    recipe = [python, "-m", "hvd_pipe.build_horovod", *(["--cuda"] if cuda else [])]
-    if subprocess.run(recipe, check=False).returncode != 0:
+    build = [python, "-m", "hvd_pipe.build_horovod", *(["--cuda"] if cuda else [])]
+    if subprocess.run(build, check=False).returncode != 0:
         sys.exit(1)  # the recipe has said why
     if image:
         shrink(venv, python, log)

@@ -16,22 +16,12 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-CATEGORIES = (
-    "forward",
-    "backward",
-    "ready",
-    "allreduce",
-    "wait",
-    "update",
-    "send",
-    "recv",
-    "codec",
-)
+PASSES = ("forward", "backward", "wait", "update")
+CATEGORIES = (*PASSES, "ready", "allreduce", "send", "recv", "codec")
 """What an event can be; ``ready`` is an instant, of no duration."""
 
 LANES = ("compute", "network")
@@ -43,22 +33,14 @@ CLOCK = "hvd_pipe.runtime.timeline.clock"
 MARK = "hvd_pipe"
 """The category of an instant that is about the file itself and no event of the job."""
 
+_TOUCH_S = 1e-9  # what two events may overlap by: a trace has whole nanoseconds
+
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a worker does for a while, or at an instant.
+    """Something that a worker does for a while, or at an instant, of 0 seconds.
 
-    Args:
-        name: What a viewer shows: a stage, a bucket, a minibatch.
-        category: One of `CATEGORIES`.
-        worker: The worker's rank.
-        lane: ``"compute"``, ``"network"``, or another resource of the worker.
-        start_s: Seconds since the timeline's zero.
-        duration_s: Seconds; 0 for an instant.
-        args: Facts that a viewer shows with it: bytes, the number of the step.
-
-    Raises:
-        ValueError: An unknown category, an empty lane, or a time that is not finite.
+    ``lane`` is a resource of the worker; ``args`` are facts that a viewer shows with it.
 
     Example:
         >>> Event("step 0", "forward", worker=0, lane="compute", start_s=0.5, duration_s=1.0).end_s
@@ -95,11 +77,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events of one or more workers on one clock.
-
-    Args:
-        events: In any order.
-        title: What the picture and the trace are called.
+    """Events of one or more workers on one clock, in any order, with a title for pictures.
 
     Example:
         >>> step = Timeline((
@@ -152,14 +130,7 @@ class Timeline:
         return stack(e for e in self.events if (e.worker, e.lane) == (worker, lane))
 
     def between(self, start_s: float, end_s: float) -> Timeline:
-        """Return the events that lie, or begin or end, in a part of the time.
-
-        Args:
-            start_s: Seconds since the first event's start.
-            end_s: Likewise; inf for all to the end.
-
-        Raises:
-            ValueError: The part is empty, or begins before 0.
+        """Return what lies or reaches into a part of the time, counted from the first event.
 
         Example:
             >>> events = [Event(str(at), "forward", 0, "compute", at, 1.0) for at in range(5)]
@@ -182,25 +153,20 @@ class Timeline:
 
     def to_chrome(self) -> dict[str, Any]:
         """Return the object form of a Chrome trace; times in it are in microseconds."""
-        records: list[dict[str, Any]] = []
         by_lane: dict[tuple[int, str], list[Event]] = {}
         for event in self.events:
             by_lane.setdefault((event.worker, event.lane), []).append(event)
-
-        def describe(what: str, worker: int, tid: int, key: str, value: object) -> None:
-            about = {"name": what, "ph": "M", "pid": worker, "tid": tid, "args": {key: value}}
-            records.append(about)
-
+        records: list[dict[str, Any]] = []
         for worker in self.workers:
-            describe("process_name", worker, 0, "name", f"worker {worker}")
-            describe("process_sort_index", worker, 0, "sort_index", worker)
+            records.append(metadata("process_name", worker, name=f"worker {worker}"))
+            records.append(metadata("process_sort_index", worker, sort_index=worker))
             tid = 0
             for lane in self.lanes(worker):
                 # Perfetto drops what overlaps within a thread.
                 for number, row in enumerate(stack(by_lane[worker, lane]), 1):
                     name = lane if number == 1 else f"{lane} {number}"
-                    describe("thread_name", worker, tid, "name", name)
-                    describe("thread_sort_index", worker, tid, "sort_index", tid)
+                    records.append(metadata("thread_name", worker, tid, name=name))
+                    records.append(metadata("thread_sort_index", worker, tid, sort_index=tid))
                     records += [_record(event, tid) for event in row]
                     tid += 1
         return {
@@ -212,13 +178,7 @@ class Timeline:
     def save(self, path: str | Path, whole: bool = False) -> None:
         """Write the timeline; the suffix says how: .json (Chrome trace), .png or .svg.
 
-        Args:
-            path: The file.
-            whole: Draw all steps, where a picture has some from the middle of very many.
-
-        Raises:
-            ValueError: Another suffix.
-            ImportError: A picture without matplotlib.
+        A picture of very many steps has some from the middle, unless the ``whole`` is asked for.
         """
         path = Path(path)
         if path.suffix.lower() == ".json":
@@ -234,70 +194,29 @@ class Timeline:
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
-        """Read a Chrome trace that hvd_pipe has written, or a directory with one a rank.
-
-        Raises:
-            ValueError: No such trace, with the path and what is wrong with it.
-            OSError: The path cannot be read.
-        """
+        """Read a Chrome trace that hvd_pipe has written, or a directory with one a rank."""
         path = Path(path)
         if not path.is_dir():
             return cls.from_chrome(_read(path), source=str(path))
-        documents = {str(one): _read(one) for one in sorted(path.glob("rank*.json"))}
-        if not documents:
+        parsed = {file: _parse(_read(file), str(file)) for file in sorted(path.glob("rank*.json"))}
+        if not parsed:
             raise ValueError(
                 f"{path} has no rank*.json: run the job with HVD_PIPE_TIMELINE={path} first"
             )
-        zeros = [_zero_of(document) for document in documents.values()]
-        first = min((zero for zero in zeros if zero is not None), default=0)
-        events: list[Event] = []
-        for (source, document), zero in zip(documents.items(), zeros, strict=True):
-            shift_s = 0.0 if zero is None else (zero - first) / 1e9
-            events += [
-                replace(event, start_s=event.start_s + shift_s)
-                for event in cls.from_chrome(document, source=source).events
-            ]
+        first = min((zero for _, zero in parsed.values() if zero is not None), default=0)
+        events = [
+            replace(event, start_s=event.start_s + ((zero or first) - first) / 1e9)
+            for of_rank, zero in parsed.values()
+            for event in of_rank
+        ]
         return cls(tuple(sorted(events, key=lambda event: event.start_s)), path.name)
 
     @classmethod
     def from_chrome(cls, document: object, source: str = "the trace") -> Timeline:
-        """Return the timeline of a Chrome trace that `to_chrome` or a job has made.
-
-        Raises:
-            ValueError: It is none, with ``source`` and the first event that is wrong.
-        """
-        records = _records_of(document)
-        if records is None:
-            raise ValueError(f'{source} is no Chrome trace: it lacks the list "traceEvents"')
-        lanes: dict[object, str] = {}
-        for record in records:
-            if isinstance(record, dict) and record.get("name") == "thread_name":
-                with suppress(KeyError, TypeError):
-                    thread = record["args"]["name"]
-                    lanes[record["pid"], record["tid"]] = re.sub(r" \d+$", "", thread)
-        events = []
-        for number, record in enumerate(records):
-            try:
-                if record["ph"] in ("X", "i") and record["cat"] != MARK:
-                    events.append(
-                        Event(
-                            name=str(record["name"]),
-                            category=record["cat"],
-                            worker=int(record["pid"]),
-                            lane=lanes.get((record["pid"], record["tid"]), "compute"),
-                            start_s=record["ts"] / 1e6,
-                            duration_s=record.get("dur", 0.0) / 1e6,
-                            args=record.get("args", {}),
-                        )
-                    )
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{source}: event {number} is not one that hvd_pipe writes "
-                    f"({type(error).__name__}: {error}): {str(record)[:200]}"
-                ) from None
+        """Return the timeline of a Chrome trace that `to_chrome` or a job has made."""
+        events, _ = _parse(document, source)
         other = document.get("otherData") if isinstance(document, dict) else None
-        title = other.get("title", "") if isinstance(other, dict) else ""
-        return cls(tuple(events), str(title))
+        return cls(tuple(events), str(other.get("title", "")) if isinstance(other, dict) else "")
 
 
 def stack(events: Iterable[Event]) -> list[list[Event]]:
@@ -321,15 +240,15 @@ def stack(events: Iterable[Event]) -> list[list[Event]]:
     return rows
 
 
-_TOUCH_S = 1e-9
-"""What two events may overlap by, as a trace has whole nanoseconds."""
+def metadata(kind: str, worker: int, tid: int = 0, **args: object) -> dict[str, Any]:
+    """Return an event of a Chrome trace that says something about a process or a thread."""
+    return {"name": kind, "ph": "M", "pid": worker, "tid": tid, "args": args}
 
 
 def _record(event: Event, tid: int) -> dict[str, Any]:
     record: dict[str, Any] = {
         "name": event.name,
         "cat": event.category,
-        "ph": "X",
         "pid": event.worker,
         "tid": tid,
         "ts": round(event.start_s * 1e6, 3),
@@ -337,16 +256,38 @@ def _record(event: Event, tid: int) -> dict[str, Any]:
     if event.category == "ready":
         record |= {"ph": "i", "s": "t"}
     else:
-        record["dur"] = round(event.duration_s * 1e6, 3)
-    if event.args:
-        record["args"] = dict(event.args)
-    return record
+        record |= {"ph": "X", "dur": round(event.duration_s * 1e6, 3)}
+    return record | ({"args": dict(event.args)} if event.args else {})
 
 
-def _records_of(document: object) -> list[Any] | None:
-    """Return the events of a trace, which is an object with a list, or the list alone."""
+def _parse(document: object, source: str) -> tuple[list[Event], int | None]:
+    """Return the events of a trace, and the Unix time of its zero in ns, if it says that."""
     records = document.get("traceEvents") if isinstance(document, dict) else document
-    return records if isinstance(records, list) else None
+    if not isinstance(records, list):
+        raise ValueError(f'{source} is no Chrome trace: it lacks the list "traceEvents"')
+    lanes: dict[object, str] = {}
+    events: list[Event] = []
+    zero_ns: int | None = None
+    for number, record in enumerate(records):
+        try:
+            thread = record["pid"], record["tid"]
+            if record["name"] == CLOCK:
+                zero_ns = int(record["args"]["zero_unix_ns"])
+            elif record["name"] == "thread_name":
+                lanes[thread] = re.sub(r" \d+$", "", record["args"]["name"])
+            elif record["ph"] in ("X", "i") and record["cat"] != MARK:
+                start_s, duration_s = record["ts"] / 1e6, record.get("dur", 0.0) / 1e6
+                name, category, args = str(record["name"]), record["cat"], record.get("args", {})
+                lane = lanes.get(thread, "compute")
+                events.append(
+                    Event(name, category, int(record["pid"]), lane, start_s, duration_s, args)
+                )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{source}: event {number} is not one that hvd_pipe writes "
+                f"({type(error).__name__}: {error}): {str(record)[:200]}"
+            ) from None
+    return events, zero_ns
 
 
 def _read(path: Path) -> Any:
@@ -360,11 +301,3 @@ def _read(path: Path) -> Any:
         raise ValueError(f"{path} is no JSON (line {error.lineno}: {error.msg})") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no JSON: it is not text") from None
-
-
-def _zero_of(document: Any) -> int | None:
-    """Return the Unix time of a file's zero in nanoseconds, if the file says it."""
-    for record in _records_of(document) or ():
-        if isinstance(record, dict) and record.get("name") == CLOCK:
-            return int(record["args"]["zero_unix_ns"])
-    return None

@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from release import build
 
-from hvd_pipe.build_horovod.recipe import default_cache
-from hvd_pipe.build_horovod.system import SetupError, run, say
+from hvd_pipe.build_horovod.recipe import SetupError, default_cache, run, say
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

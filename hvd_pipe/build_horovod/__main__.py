@@ -6,13 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from hvd_pipe.build_horovod.features import features_here
-from hvd_pipe.build_horovod.recipe import default_cache, install
-from hvd_pipe.build_horovod.system import SetupError
+from hvd_pipe.build_horovod.recipe import SetupError, default_cache, features_here, install
 
-
-def main() -> None:
-    """Install Horovod as the command line asks for it."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         prog="python -m hvd_pipe.build_horovod",
         description="Build, install and try Horovod for the frameworks of this Python.",
@@ -23,13 +19,9 @@ def main() -> None:
     parser.add_argument("--without-mpi", action="store_true", help="build with Gloo alone")
     parser.add_argument("--source", type=Path, help="Horovod's sdist, not to be downloaded")
     given = parser.parse_args()
-    features = features_here(given.only, not given.without_mpi, given.cuda)
-    install(features, given.cache, given.source)
-
-
-if __name__ == "__main__":
     try:
-        main()
+        features = features_here(given.only, not given.without_mpi, given.cuda)
+        install(features, given.cache, given.source)
     except SetupError as error:
         sys.exit(f"build_horovod: {error}")
     except KeyboardInterrupt:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from hvd_pipe.build_horovod.features import features_here
-from hvd_pipe.build_horovod.recipe import default_cache, install
+from hvd_pipe.build_horovod.recipe import default_cache, features_here, install
 
 
 @click.command()

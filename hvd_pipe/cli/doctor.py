@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 
-from hvd_pipe.build_horovod.system import installed
+from hvd_pipe.build_horovod.recipe import installed
 from hvd_pipe.cli.options import Command, count, job_size, json_option
 from hvd_pipe.cli.output import InputError, progress
 

@@ -75,6 +75,7 @@ def execute(
     began = clock()
     steady: tuple[float, float] | None = None
 
+    recorder.in_pipeline = recorder.is_on
     for at, step in enumerate(program):
         begun = clock()
         if at == first_backward:
@@ -93,6 +94,7 @@ def execute(
         if recorder.is_on:
             name = f"{_WORDS.get(type(step), category)} {_name(step, cut)}"
             recorder.record_external(category, name, begun)
+    recorder.in_pipeline = False
     transport.flush()
     times.total_s = clock() - began
     return times

@@ -102,7 +102,7 @@ class BuiltPipeline(ABC):
         self.stage.begin(training)
         # To mpirun's ranks standard output is a terminal, but what they draw there is kept back.
         shown = progress and assignment.worker == (0, 0) and sys.stderr.isatty()
-        with _bar(minibatches, passes, shown) as advance, self.recorder.telling():
+        with _bar(minibatches, passes, shown) as advance:
             times = execute(
                 steps,
                 self.stage,

@@ -2,14 +2,12 @@
 
 ``HVD_PIPE_TIMELINE=dir`` asks for it; each rank writes ``dir/rank{N}.json``, in the form that
 `hvd_pipe.timeline` reads. Where the variable is not set, a recorder that notes nothing stands in.
-
-A file is an array of events, one a line, which is closed when the process ends. Viewers and
-`hvd_pipe.timeline` also read the file of a job that runs or was killed, whose array has no end.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import logging
 import os
@@ -18,16 +16,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.runtime.consensus import Description, members
-from hvd_pipe.timeline import CLOCK, MARK
+from hvd_pipe.runtime.consensus import Description
+from hvd_pipe.timeline import CLOCK, MARK, PASSES, metadata
 
 DIRECTORY = "HVD_PIPE_TIMELINE"
 MEGABYTES = "HVD_PIPE_TIMELINE_MB"
@@ -36,7 +34,6 @@ DEFAULT_MEGABYTES = "64"
 COMPUTE, CODEC, SENDS, NETWORK = 0, 2, 3, 4
 _LANES = {COMPUTE: "compute", CODEC: "codec", SENDS: "network 0"}
 
-_FLUSH_EVENTS = 512  # at most so many wait in memory
 _MARKER_BYTES = 512
 _CLOCK_ROUNDS = 12
 _POLL_S = 2e-4
@@ -49,21 +46,16 @@ _log = logging.getLogger("hvd_pipe")
 class PendingOperation:
     """A message on its way; ``slot`` is the lowest that no other pending message has."""
 
+    recorder: Recorder
     message: str
     nbytes: int
     start: float
-    recorder: Recorder | None = None
-    slot: int = 0
-    end_s: float | None = None
+    slot: int
+    handle: int | None = None
 
     def complete(self) -> None:
         """Note that the message has arrived, unless that is known."""
-        if self.recorder is not None:
-            self.recorder.completed(self)
-
-
-NOT_SHOWN = PendingOperation("", 0, 0.0)
-"""Stands for a message that no timeline shows."""
+        self.recorder.completed(self)
 
 
 class Recorder:
@@ -75,28 +67,16 @@ class Recorder:
 
     def __init__(self, path: Path | None = None, max_bytes: int = 0, worker: int = 0) -> None:
         self.is_on = path is not None
-        self.worker = worker
-        self.is_told = False
-        self.steps = 0
+        self.worker, self.steps = worker, 0
         self._file = None if path is None else TraceFile(path, max_bytes, self._marker)
+        self.in_pipeline = False
         self._zero: float | None = None
         self._lanes: set[int] = set()
-        self._texts: dict[str, tuple[str, str]] = {}
+        self._backward: float | None = None
+        self._last_gradient: float | None = None
         self._changed = threading.Condition()
-        self._used: list[bool] = []
-        self._asked: list[tuple[PendingOperation, int]] = []
+        self._pending: dict[int, PendingOperation] = {}
         self._thread: threading.Thread | None = None
-        self._halting = False
-
-    def set_clock(self, clock: Clock) -> None:
-        """Take the first clock that is agreed on; later ones are of other optimizers."""
-        if self._zero is not None:
-            return
-        self._zero = clock.zero
-        self._metadata("process_name", 0, name=f"worker {self.worker}")
-        self._metadata("process_sort_index", 0, sort_index=self.worker)
-        about = {"zero_unix_ns": clock.zero_unix_ns, "clock_error_s": clock.error_s}
-        self._metadata(CLOCK, 0, **about)
 
     def now(self) -> float:
         """Return the host's seconds since zero."""
@@ -108,51 +88,50 @@ class Recorder:
 
     def waited(self, begun: float, message: str) -> None:
         """Note that the host was blocked from ``begun`` until now."""
-        if not self.is_told:
-            self.span("wait", message, begun, self.now())
-
-    def begin_backward(self) -> None:
-        """Note that gradients are computed from here on."""
-
-    def gradient(self) -> None:
-        """Note that a gradient is complete."""
-
-    def end_backward(self) -> None:
-        """Note that the last gradient was the last one of the pass."""
-
-    def update(self, begun: float) -> None:
-        """Note that the user's optimizer has moved the weights, from ``begun`` until now."""
-        if not self.is_told:
-            self.span("update", "update", begun, self.now())
+        self.span("wait", message, begun, self.now())
 
     def codec(self, begun: float, message: str) -> None:
         """Note that a message was worked on, from ``begun`` until now."""
         self.span("codec", message, begun, self.now(), CODEC)
 
+    @contextmanager
+    def during(self, category: str) -> Iterator[None]:
+        """Show what is done within this as a pass or an update, unless it fails."""
+        begun = self.now()
+        yield
+        self.span(category, category, begun, self.now())
+
+    def begin_backward(self) -> None:
+        """Note that gradients are computed from here on."""
+        if self._last_gradient is None:
+            self._backward = self.now()
+
+    def gradient(self) -> None:
+        """Note that a gradient is complete."""
+        if self.is_on:
+            self._last_gradient = self.now()
+            if self._backward is None:
+                self._backward = self._last_gradient
+
+    def end_backward(self) -> None:
+        """Note that the last gradient was the last one of the pass."""
+        if self._backward is not None and self._last_gradient is not None:
+            self.span("backward", "backward", self._backward, self._last_gradient)
+            self._backward = self._last_gradient = None
+
     def end_step(self) -> None:
-        """Close a step that an optimizer has made, and bring it to the disk."""
-        if self.is_on and not self.is_told:
+        """Close a step that an optimizer has made."""
+        if not self.in_pipeline:
             self.next_step()
 
     def next_step(self) -> None:
         """Close a step."""
         self.steps += 1
-        self.flush()
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Record passes, waits and updates by `record_external` only, not by a replica's hooks."""
-        self.is_told = self.is_on
-        try:
-            yield
-        finally:
-            self.is_told = False
-            self.flush()
 
     def record_external(self, category: str, name: str, start: float) -> None:
         """Record what a pipeline has done from ``start``, by ``time.perf_counter``, until now."""
-        lane = SENDS if category == "send" else COMPUTE
-        self.span(category, name, start - (self._zero or 0.0), self.now(), lane)
+        lane, begun = SENDS if category == "send" else COMPUTE, start - (self._zero or 0.0)
+        self.span(category, name, begun, self.now(), lane, by_pipeline=True)
         if category == "update":
             self.next_step()
 
@@ -169,76 +148,82 @@ class Recorder:
             return NOT_SHOWN
         start = self.now() if begun is None else begun
         with self._changed:
-            slot = self._used.index(False) if False in self._used else len(self._used)
-            self._used[slot : slot + 1] = [True]
-            operation = PendingOperation(message, nbytes, start, self, slot)
-            if handle is not None:
-                self._asked.append((operation, handle))
-                if self._thread is None:
-                    name = "hvd_pipe timeline"
-                    self._thread = threading.Thread(target=self._ask, name=name, daemon=True)
-                    self._thread.start()
-                self._changed.notify()
+            slot = next(slot for slot in itertools.count() if slot not in self._pending)
+            operation = PendingOperation(self, message, nbytes, start, slot, handle)
+            self._pending[slot] = operation
+            if handle is not None and self._thread is None:
+                name = "hvd_pipe timeline"
+                self._thread = threading.Thread(target=self._ask, name=name, daemon=True)
+                self._thread.start()
+            self._changed.notify()
         return operation
 
     def completed(self, operation: PendingOperation) -> None:
         """Write a message that has arrived, unless that was known."""
         with self._changed:
-            if operation.end_s is not None:
+            if self._pending.get(operation.slot) is not operation:
                 return
-            operation.end_s = self.now()
-            self._used[operation.slot] = False
+            end, _ = self.now(), self._pending.pop(operation.slot)
         lane, size = NETWORK + operation.slot, f',"bytes":{operation.nbytes}'
-        self.span("allreduce", operation.message, operation.start, operation.end_s, lane, size)
+        self.span("allreduce", operation.message, operation.start, end, lane, size)
 
     def halt(self) -> None:
         """End the thread: it must not be inside Horovod when that ends."""
-        if self._thread is None:
-            return
         with self._changed:
-            self._halting = True
+            thread, self._thread = self._thread, None
+            self._pending.clear()
             self._changed.notify()
-        self._thread.join()
-        self._thread, self._halting, self._asked = None, False, []
+        if thread is not None:
+            thread.join()
 
     def _poll(self, handle: int) -> bool:
         """Return whether the message of a handle has arrived, in a framework with handles."""
         return False
 
     def _ask(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._asked or self._halting)
-                if self._halting:
-                    return
-                asked = list(self._asked)
-            pending = [entry for entry in asked if not self._is_over(*entry)]
-            with self._changed:
-                self._asked[: len(asked)] = pending
-                if self._asked and not self._halting:
-                    age = self.now() - max(operation.start for operation, _ in self._asked)
-                    self._changed.wait(max(_POLL_S, _POLL_SHARE * age))
-
-    def _is_over(self, operation: PendingOperation, handle: int) -> bool:
-        if operation.end_s is not None:
-            return True
-        try:
-            if not self._poll(handle):
-                return False
-        except Exception:
-            return True  # somebody has waited for it already, and completes it
-        operation.complete()
-        return True
+        with self._changed:
+            while self._thread is threading.current_thread():
+                asked = [each for each in self._pending.values() if each.handle is not None]
+                for operation in asked:
+                    with suppress(Exception):  # somebody has waited for it, and completes it
+                        if operation.handle is not None and self._poll(operation.handle):
+                            operation.complete()
+                ages = [self.now() - operation.start for operation in asked]
+                self._changed.wait(max(_POLL_S, _POLL_SHARE * min(ages)) if asked else None)
 
     # The file.
 
-    def flush(self) -> None:
-        """Bring all to the disk."""
-        if self._file is not None:
-            self._file.flush()
+    def set_clock(
+        self, gather: Callable[[Any, str, ProcessSet], list[Any]], name: str, ranks: ProcessSet
+    ) -> None:
+        """Take the zero of the process set's first rank; later ones are of other optimizers.
+
+        On one host all processes read the same clock. Between hosts, meetings of all ranks bound
+        the difference of two clocks. While that leaves room for synchronised clocks (NTP, PTP),
+        the clocks are believed; else they are put right by the middle of the bounds. A rank
+        outside of the process set may come first: it shows its own steps, by its own clock.
+        """
+        here_ns, seconds = _both_clocks()
+        zero_ns, offset_ns, error_s = here_ns, 0, None
+        if ranks.included():
+            entered, left = [], []
+            for _ in range(_CLOCK_ROUNDS):
+                entered.append(time.time_ns())
+                gather(None, name, ranks)
+                left.append(time.time_ns())
+            clocks, error_s = [_host(), here_ns, entered, left], 0.0
+            host, zero_ns, first_entered, first_left = gather(clocks, name, ranks)[0]
+            if host != clocks[0]:
+                offset_ns, error_ns = bound_offset(entered, left, first_entered, first_left)
+                error_s = error_ns / 1e9
+        if self._zero is None:
+            self._zero = seconds - (here_ns - offset_ns - zero_ns) / 1e9
+            self._metadata("process_name", name=f"worker {self.worker}")
+            self._metadata("process_sort_index", sort_index=self.worker)
+            self._metadata(CLOCK, zero_unix_ns=zero_ns, clock_error_s=error_s)
 
     def close(self) -> None:
-        """Write what waits and close the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -250,129 +235,101 @@ class Recorder:
         end: float | None,
         lane: int = COMPUTE,
         more: str = "",
+        by_pipeline: bool = False,
     ) -> None:
         """Write an event of this step; one without an end is an instant."""
         if self._file is None or self._file.full:
             return
+        if self.in_pipeline and category in PASSES and not by_pipeline:
+            return
         if lane not in self._lanes:
-            self._lanes.add(lane)
             thread = _LANES.get(lane) or f"network {lane - NETWORK + 1}".removesuffix(" 1")
             self._metadata("thread_name", lane, name=thread)
             self._metadata("thread_sort_index", lane, sort_index=lane)
-        if name not in self._texts:
-            short = re.sub(r"^hvd_pipe\.(tf\.\d+\.)?\d+\.\d+\.", "", name)
-            whole = "" if short == name else f',"message":{json.dumps(name)}'
-            self._texts[name] = json.dumps(short), whole
-        short, whole = self._texts[name]
+            self._lanes.add(lane)
+        short = re.sub(r"^hvd_pipe\.(tf\.\d+\.)?\d+\.\d+\.", "", name)
+        whole = "" if short == name else f',"message":{json.dumps(name)}'
         kind = '"i","s":"t"' if end is None else f'"X","dur":{max(end - start, 0.0) * 1e6:.3f}'
         self._file.add(
-            f'{{"name":{short},"cat":"{category}","ph":{kind},"pid":{self.worker},"tid":{lane},'
-            f'"ts":{start * 1e6:.3f},"args":{{"step":{self.steps}{whole}{more}}}}}'
+            f'{{"name":{json.dumps(short)},"cat":"{category}","ph":{kind},"pid":{self.worker},'
+            f'"tid":{lane},"ts":{start * 1e6:.3f},"args":{{"step":{self.steps}{whole}{more}}}}}'
         )
 
-    def _metadata(self, kind: str, lane: int, **args: object) -> None:
-        event = {"name": kind, "ph": "M", "pid": self.worker, "tid": lane, "args": args}
+    def _metadata(self, kind: str, lane: int = 0, **args: object) -> None:
         if self._file is not None:
-            self._file.add(json.dumps(event))
+            self._file.add(json.dumps(metadata(kind, self.worker, lane, **args)))
 
     def _marker(self) -> str:
         name = f"the trace ends here: raise {MEGABYTES}"
-        return (
-            f'{{"name":"{name}","cat":"{MARK}","ph":"i","s":"p","pid":{self.worker},'
-            f'"tid":{COMPUTE},"ts":{self.now() * 1e6:.3f}}}'
-        )
+        about = {"name": name, "cat": MARK, "ph": "i", "s": "p", "ts": self.now() * 1e6}
+        return json.dumps({**about, "pid": self.worker, "tid": COMPUTE})
+
+
+OFF = Recorder()
+"""Notes nothing."""
+
+NOT_SHOWN = PendingOperation(OFF, "", 0, 0.0, 0)
+"""Stands for a message that no timeline shows."""
 
 
 class TraceFile:
-    """Writes events, given as JSON text, to a Chrome trace: an array with one event a line.
+    """Writes events to a Chrome trace as they come: an array with one a line, closed at the end.
 
     A full file drops events: a marker in it and one line in the log of ``hvd_pipe`` say so. A
     write that fails ends the file in the same way, and not the job. Any thread may add events.
     """
 
     def __init__(self, path: Path, max_bytes: int, marker: Callable[[], str]) -> None:
-        self.path = path
-        self.full = False
+        self.path, self.full = path, False
         self._max_bytes, self._room = max_bytes, max_bytes - _MARKER_BYTES
         self._marker = marker
         # Re-entrant: a signal's handler may add an event while its own thread is adding one.
         self._lock = threading.RLock()
-        self._writing = False
-        self._waiting: list[str] = []
         self._pid = os.getpid()
-        self._file: BinaryIO | None = self.path.open("wb", buffering=0)
-        self._before = "[\n"
+        self._file: BinaryIO = path.open("wb", buffering=0)
+        self._write("[\n")
         atexit.register(self.close)
 
     def add(self, event: str) -> None:
-        """Take one event, a JSON object as text; it is on disk after the next `flush`."""
-        if self.full:
-            return
+        """Write one event, a JSON object as text."""
         with self._lock:
-            self._waiting.append(event)
-            if len(self._waiting) >= _FLUSH_EVENTS:
-                self.flush()
-
-    def flush(self) -> None:
-        """Write what waits."""
-        with self._lock:
-            # A forked child has its own copy of what waits; the parent writes it.
-            if self._writing or not self._waiting or os.getpid() != self._pid:
+            if self.full or os.getpid() != self._pid:  # a forked child shares the parent's file
                 return
-            self._writing = True
-            try:
-                waiting, self._waiting = self._waiting, []
-                if not self.full:
-                    self._append(waiting)
-            finally:
-                self._writing = False
+            self._room -= len(event.encode()) + len(",\n")
+            if self._room >= 0:
+                self._write(f"{event},\n")
+                return
+            self.full = True
+            self._write(f"{self._marker()}\n]\n")
+        _log.warning("%s is full (%d bytes): raise %s", self.path, self._max_bytes, MEGABYTES)
 
     def close(self) -> None:
-        """Write what waits and close the array; the file takes no more events."""
+        """Close the array; the file takes no more events."""
         with self._lock:
-            self.flush()
+            if not self.full and os.getpid() == self._pid and self._file.tell() > len("[\n"):
+                self._file.seek(-len(",\n"), os.SEEK_CUR)
+                self._write("\n]\n")
             self.full = True
-            if self._file is not None:
-                if os.getpid() == self._pid and self._before == ",\n":
-                    self._write("\n]\n")
-                self._file.close()
-                self._file = None
+            self._file.close()
         atexit.unregister(self.close)
-
-    def _append(self, events: list[str]) -> None:
-        sizes = [len(event.encode()) + len(",\n") for event in events]
-        while sum(sizes) > self._room:
-            self.full = True
-            sizes.pop()
-        if self.full:
-            _log.warning("%s is full (%d bytes): raise %s", self.path, self._max_bytes, MEGABYTES)
-            events = [*events[: len(sizes)], self._marker()]
-        self._room -= sum(sizes)
-        self._write(self._before + ",\n".join(events) + "\n]\n" * self.full)
-        self._before = "" if self.full else ",\n"
 
     def _write(self, text: str) -> None:
         data = text.encode()
         try:
-            while data and self._file is not None:  # one turn, unless a disk is full
+            while data:  # one turn, unless a disk is full
                 data = data[self._file.write(data) :]
         except OSError as error:  # a full disk must not end the job
             self.full = True
             _log.warning("%s ends here: %s", self.path, error)
 
 
-OFF = Recorder()
-"""Notes nothing."""
-
-
 def open_recorder(
     active: Recorder, make: Callable[[Path, int, int], Recorder], rank: int, size: int
 ) -> tuple[Recorder, Description]:
     """Open this rank's file, if that is asked for, and return what all ranks must have alike."""
-    alike = [(DIRECTORY, "set")]
     name = os.environ.get(DIRECTORY)
     if active.is_on or not name:
-        return active, alike if active.is_on else []
+        return active, [(DIRECTORY, "set")] if active.is_on else []
     text = os.environ.get(MEGABYTES, DEFAULT_MEGABYTES)
     try:
         limit = round(float(text) * 1e6)
@@ -390,54 +347,12 @@ def open_recorder(
             number = older.stem.removeprefix("rank")
             if number.isdecimal() and int(number) >= size:
                 older.unlink(missing_ok=True)  # every rank does this: hosts may not share a disk
-        return make(path, limit, rank), alike
+        return make(path, limit, rank), [(DIRECTORY, "set")]
     except OSError as error:
         raise HvdPipeError(
             f"{DIRECTORY}={directory}: {path} cannot be written ({error.strerror}): name a "
             f"directory that this user can write on every host, or unset {DIRECTORY}."
         ) from error
-
-
-class Clock(NamedTuple):
-    """Zero by this process's ``perf_counter``, in Unix time, and how far off that may be."""
-
-    zero: float
-    zero_unix_ns: int
-    error_s: float | None
-    """None where it was compared with no other rank's."""
-
-
-def agree_on_clock(
-    meet: Callable[[], object],
-    gather: Callable[[Any, str, ProcessSet], list[Any]],
-    name: str,
-    process_set: ProcessSet,
-) -> Clock:
-    """Return the zero of the process set's first rank.
-
-    On one host all processes read the same clock. Between hosts, some all-reduces (``meet``) bound
-    the difference of two clocks. While that leaves room for synchronised clocks (NTP, PTP), the
-    clocks are believed; else they are put right by the middle of the bounds.
-    """
-    entered, left = [], []
-    for _ in range(_CLOCK_ROUNDS if len(members(process_set)) > 1 else 0):
-        entered.append(time.time_ns())
-        meet()
-        left.append(time.time_ns())
-    here = [_host(), time.time_ns(), entered, left]
-    host, zero_unix_ns, first_entered, first_left = gather(here, f"{name}.gather", process_set)[0]
-    offset_ns, error_ns = 0, 0
-    if host != here[0]:
-        offset_ns, error_ns = bound_offset(entered, left, first_entered, first_left)
-    wall_ns, seconds = _both_clocks()
-    zero = seconds - (wall_ns - offset_ns - zero_unix_ns) / 1e9
-    return Clock(zero, zero_unix_ns, error_ns / 1e9)
-
-
-def own_clock() -> Clock:
-    """Return a zero of this rank alone: now, by its host's clock."""
-    wall_ns, seconds = _both_clocks()
-    return Clock(seconds, wall_ns, None)
 
 
 def bound_offset(
@@ -473,8 +388,6 @@ def _both_clocks() -> tuple[int, float]:
     """Return Unix time in ns and ``perf_counter``, read at one moment as nearly as can be."""
     readings = []
     for _ in range(5):  # the thread may lose its core between the two
-        before = time.perf_counter()
-        wall_ns = time.time_ns()
-        after = time.perf_counter()
+        before, wall_ns, after = time.perf_counter(), time.time_ns(), time.perf_counter()
         readings.append((after - before, wall_ns, (before + after) / 2))
     return min(readings)[1:]

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import MutableMapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -64,7 +65,8 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
             use_generic_names: Accepted for Horovod's sake: names are generic.
         """
         check_graph()
-        with timeline.backward():
+        eager = tf.executing_eagerly()
+        with timeline.active.during("backward") if eager else nullcontext():
             nested = super().gradient(target, sources, output_gradients, **options)
         gradients = _flat(nested, sources)
         session = self._hvd_pipe_session(tf.nest.flatten(sources), gradients)

@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 from horovod.torch.mpi_ops import Max as _Max
-from horovod.torch.mpi_ops import ProcessSet, Sum, allgather, allreduce_
+from horovod.torch.mpi_ops import ProcessSet, allgather, allreduce_
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.tuner import TRIAL_STEPS, Tuner
-from hvd_pipe.runtime import check_mode, timeline
+from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.consensus import Agreement, members, shutdown_is_told
 
 
@@ -45,17 +45,6 @@ def make_tuner(
     slowest = partial(largest, name=f"{tag}.seen", process_set=process_set)
     plan = partial(found_by_first, name=f"{tag}.plan", process_set=process_set)
     return Tuner(slowest, plan, begin, timed)
-
-
-@shutdown_is_told()
-def agree_on_clock(process_set: ProcessSet) -> timeline.Clock:
-    """Return the zero of the process set's first rank."""
-    name = f"hvd_pipe.{process_set.process_set_id}.clock"
-
-    def meet() -> None:
-        allreduce_(torch.zeros(1), name=name, op=Sum, process_set=process_set)
-
-    return timeline.agree_on_clock(meet, gather, name, process_set)
 
 
 # `runtime.check_mode` for torch: NaN in free buffers, and equal replicas.

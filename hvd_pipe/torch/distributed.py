@@ -168,7 +168,7 @@ class DistributedMixin(torch.optim.Optimizer):
     # Architecture: G11
     def _apply(self, engine: Engine) -> Any:
         """Let the user's optimizer apply the gradients."""
-        with timeline.updating():
+        with timeline.active.during("update"):
             engine.note_gradients()
             try:
                 return super().step()
@@ -191,7 +191,7 @@ class DistributedMixin(torch.optim.Optimizer):
             engine.after_update()
             if not engine.reduction.alone:
                 engine.reduction.reduce(mean, f"{engine.settings.tag}.loss")
-            updates.enter_context(timeline.updating())
+            updates.enter_context(timeline.active.during("update"))
             return mean[0]
 
         with updates:
@@ -508,7 +508,7 @@ class DistributedMixin(torch.optim.Optimizer):
     # What the engine asks for: see `Settings.optimizer`.
 
     def _update(self) -> None:
-        with timeline.updating():
+        with timeline.active.during("update"):
             super().step()
 
     def _step_without_hooks(self) -> None:
@@ -519,7 +519,7 @@ class DistributedMixin(torch.optim.Optimizer):
     def _update_some(self, parameters: Sequence[torch.Tensor], options: Options) -> None:
         first = parameters[0].grad
         version = None if first is None else first._version
-        with timeline.updating():
+        with timeline.active.during("update"):
             update_quietly(self, self._step_without_hooks, parameters, options)
         if first is not None and first._version != version:
             self._hvd_pipe_gradients.note_written(parameters)

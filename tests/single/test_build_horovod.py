@@ -14,53 +14,42 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvd_pipe.build_horovod import features as chosen
-from hvd_pipe.build_horovod import recipe, system
-from hvd_pipe.build_horovod.features import Features, features_here
-from hvd_pipe.build_horovod.system import SetupError
+from hvd_pipe.build_horovod import recipe
+from hvd_pipe.build_horovod.recipe import Features, SetupError, features_here
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 ALWAYS = {"all-to-all", "cxx-standard", "gcc-14", "lost-rank"}
+WITH_CUDA = "debug = False\ncuda: Optional[str] = '12.1'\n"  # pip's torch is one on any machine
 
 
 @pytest.mark.parametrize(
-    ("tensorflow", "cuda", "more"),
+    ("features", "version", "more"),
     [
-        (None, False, set()),
-        ("2.15.1", True, set()),
-        ("2.21.0", False, {"tensorflow-without-xla"}),
-        ("2.21.0", True, {"tensorflow-without-xla", "tensorflow-cuda-stream"}),
+        (Features("2.13.0", None), "", set()),
+        (Features("2.13.0", "2.15.1", cuda=True), "", set()),
+        (Features("2.13.0", "2.21.0"), "", {"tensorflow-without-xla"}),
+        (
+            Features("2.13.0", "2.21.0", cuda=True),
+            WITH_CUDA,
+            {"tensorflow-without-xla", "tensorflow-cuda-stream"},
+        ),
+        (Features("2.4.1", None), WITH_CUDA, {"torch-without-cuda"}),
+        (Features("2.4.1", None), "cuda: Optional[str] = None\n", set()),
+        (Features(None, "2.16.2"), WITH_CUDA, {"tensorflow-without-xla"}),
     ],
 )
 def test_the_patches_follow_torch_and_tensorflow(
-    tensorflow: str | None, cuda: bool, more: set[str], monkeypatch: pytest.MonkeyPatch
+    features: Features, version: str, more: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chosen, "_of_torch", lambda _: "-std=c++20")
-    patches = Features("2.13.0", tensorflow, cuda=cuda).patches
+    files = {"version.py": version, "utils/cpp_extension.py": "-std=c++20"}
+    monkeypatch.setattr(recipe, "_of_torch", files.__getitem__)
+    patches = features.patches
     assert set(patches) == ALWAYS | more
-    assert patches["cxx-standard"].count("+set(CMAKE_CXX_STANDARD 20)") == 1
+    standard = 20 if features.torch else 17
+    assert patches["cxx-standard"].count(f"+set(CMAKE_CXX_STANDARD {standard})") == 1
     assert all(text.startswith("--- a/") for text in patches.values())
-
-
-@pytest.mark.parametrize(
-    ("version", "has_cuda"),
-    [
-        ("cuda: Optional[str] = '12.1'", True),
-        ("cuda: Optional[str] = None", False),
-    ],
-)
-def test_a_cuda_build_of_torch_gets_cuda_only_where_it_is_asked_for(
-    version: str, has_cuda: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """pip's torch is one on any machine; the build then stopped at half a toolkit."""
-    files = {"version.py": f"debug = False\n{version}\n", "utils/cpp_extension.py": "-std=c++17"}
-    monkeypatch.setattr(chosen, "_of_torch", files.__getitem__)
-    assert Features("2.4.1", None).hides_cuda == has_cuda
-    assert not Features("2.4.1", None, cuda=True).hides_cuda
-    assert not Features(None, "2.16.2").hides_cuda
-    assert ("torch-without-cuda" in Features("2.4.1", None).patches) == has_cuda
 
 
 PATCHES = sorted((ROOT / "hvd_pipe" / "build_horovod" / "patches").glob("*.patch"))
@@ -94,14 +83,14 @@ def test_a_failing_step_says_why_and_what_to_do(tmp_path: Path) -> None:
     log = tmp_path / "log" / "step.log"
     program = "print('fine'); print('fatal error: mpi.h: No such file'); raise SystemExit(3)"
     with pytest.raises(SetupError) as caught:
-        system.run("build it", [sys.executable, "-c", program], log, "Install libopenmpi-dev.")
+        recipe.run("build it", [sys.executable, "-c", program], log, "Install libopenmpi-dev.")
     said = str(caught.value)
     assert "\n" not in said
     assert "build it failed: fatal error: mpi.h: No such file" in said
     assert str(log) in said
     assert said.endswith("Install libopenmpi-dev.")
     with pytest.raises(SetupError, match=r"build it failed: .*no-such-program.*Do that\."):
-        system.run("build it", ["no-such-program"], log, "Do that.")
+        recipe.run("build it", ["no-such-program"], log, "Do that.")
 
 
 def test_the_cuda_build_uses_one_toolkit_and_its_libraries_find_nccl(
@@ -111,11 +100,11 @@ def test_the_cuda_build_uses_one_toolkit_and_its_libraries_find_nccl(
     for name in (toolkit / "bin" / "nvcc", package / "lib" / "libnccl.so.2"):
         name.parent.mkdir(parents=True)
         name.touch()
-    monkeypatch.setattr(system, "nccl_package", lambda: package)
+    monkeypatch.setattr(recipe, "nccl_package", lambda: package)
     monkeypatch.setenv("HOROVOD_CUDA_HOME", os.fspath(toolkit))
     monkeypatch.setenv("LDFLAGS", "-s")
     monkeypatch.delenv("HOROVOD_NCCL_HOME", raising=False)
-    environment = system.cuda_environment(layout)
+    environment = recipe.cuda_environment(layout)
     # torch and Horovod's CMake would each look for a toolkit by themselves, and may find another
     assert environment["CUDA_HOME"] == environment["HOROVOD_CUDA_HOME"] == os.fspath(toolkit)
     assert environment["PATH"].split(os.pathsep)[0] == os.fspath(toolkit / "bin")
@@ -174,8 +163,8 @@ def test_the_key_names_all_that_a_wheel_depends_on(monkeypatch: pytest.MonkeyPat
     """Wheels lie outside of checkouts under it, for years."""
     answers = {"mpirun": "mpirun (Open MPI) 4.1.4", "c++": "c++ 12.2.0", "nvcc": "nvcc 13.0"}
     standard = "-std=c++17"
-    monkeypatch.setattr(chosen, "_of_torch", lambda _: standard)
-    monkeypatch.setattr(recipe, "first_line", lambda command: answers[Path(command[0]).name])
+    monkeypatch.setattr(recipe, "_of_torch", lambda _: standard)
+    monkeypatch.setattr(recipe, "output_of", lambda command: answers[Path(command[0]).name])
     monkeypatch.setattr(recipe.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(recipe.platform, "libc_ver", lambda: ("glibc", "2.36"))
     version = SimpleNamespace(major=3, minor=11)
@@ -208,7 +197,7 @@ def test_the_key_names_all_that_a_wheel_depends_on(monkeypatch: pytest.MonkeyPat
 def test_it_builds_for_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, str] = {"torch": "2.4.1", "tensorflow": "2.16.2"}
     monkeypatch.setattr(
-        chosen, "installed", lambda *names: next((found[n] for n in names if n in found), None)
+        recipe, "installed", lambda *names: next((found[n] for n in names if n in found), None)
     )
     assert features_here() == Features("2.4.1", "2.16.2")
     assert features_here("torch", mpi=False) == Features("2.4.1", None, mpi=False)
@@ -227,17 +216,17 @@ def test_it_builds_for_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_system_packages_that_are_missing_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(system.shutil, "which", lambda name, path=None: None)
-    monkeypatch.setattr(system.sysconfig, "get_paths", lambda: {"include": os.fspath(tmp_path)})
+    monkeypatch.setattr(recipe.shutil, "which", lambda name, path=None: None)
+    monkeypatch.setattr(recipe.sysconfig, "get_paths", lambda: {"include": os.fspath(tmp_path)})
     every = ["python3-dev", "openmpi-bin", "libopenmpi-dev", "cmake", "g++", "make"]
-    assert system.missing_packages() == every
-    assert system.missing_packages(mpi=False) == ["python3-dev", "cmake", "g++", "make"]
-    assert system.missing_packages(more={"ip": "iproute2"})[-1] == "iproute2"
+    assert recipe.missing_packages() == every
+    assert recipe.missing_packages(mpi=False) == ["python3-dev", "cmake", "g++", "make"]
+    assert recipe.missing_packages(more={"ip": "iproute2"})[-1] == "iproute2"
     with pytest.raises(SetupError, match=r"Debian calls .* g\+\+ make: .*--without-mpi"):
         recipe.install(Features("2.13.0", None), tmp_path / "cache")
-    monkeypatch.setattr(system.shutil, "which", lambda name, path=None: "/usr/bin/apt-get")
-    monkeypatch.setattr(system.os, "geteuid", lambda: 1000)
-    said = str(system.packages_error(["cmake"]))
+    monkeypatch.setattr(recipe.shutil, "which", lambda name, path=None: "/usr/bin/apt-get")
+    monkeypatch.setattr(recipe.os, "geteuid", lambda: 1000)
+    said = str(recipe.packages_error(["cmake"]))
     assert "Run: sudo apt-get install -y --no-install-recommends cmake." in said
     assert "--without-mpi" not in said
 

@@ -18,11 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
-from horovod.tensorflow.mpi_ops import ProcessSet, Sum, rank, size
+from horovod.tensorflow.mpi_ops import ProcessSet, rank, size
 
 from hvd_pipe.runtime.consensus import Description
-from hvd_pipe.runtime.timeline import OFF, Recorder, agree_on_clock, open_recorder, own_clock
+from hvd_pipe.runtime.timeline import OFF, Recorder, open_recorder
 from hvd_pipe.tensorflow.agree import gather
 
 _log = logging.getLogger("hvd_pipe")
@@ -42,40 +41,20 @@ def describe() -> Description:
 
 def start(process_set: ProcessSet) -> None:
     """Take an optimizer or tape in, where a timeline is asked for; all its ranks do this."""
-    if not active.is_on:
-        return
-    if not process_set.included():
-        active.set_clock(own_clock())
-        return
-    name = f"hvd_pipe.tf.{process_set.process_set_id}.clock"
-
-    def meet() -> None:
-        with tf.init_scope(), tf.device("/cpu:0"):
-            mpi_ops._allreduce(tf.zeros([1]), name=name, op=Sum, process_set=process_set)
-
-    active.set_clock(agree_on_clock(meet, gather, name, process_set))
+    if active.is_on:
+        active.set_clock(gather, f"hvd_pipe.tf.{process_set.process_set_id}.clock", process_set)
 
 
 @contextmanager
 def sending(name: str, nbytes: int) -> Iterator[None]:
     """Show what is done within this as a message that an eager step waits for."""
-    if not (active.is_on and tf.executing_eagerly()):
-        yield
-        return
-    begun = active.now()
-    operation = active.launched(name, nbytes)
+    begun, is_shown = active.now(), tf.executing_eagerly()
+    if is_shown:
+        operation = active.launched(name, nbytes)
     yield
-    operation.complete()
-    active.waited(begun, name)
-
-
-@contextmanager
-def backward() -> Iterator[None]:
-    """Show what is done within this as the backward pass of an eager step."""
-    begun = active.now()
-    yield
-    if tf.executing_eagerly():
-        active.span("backward", "backward", begun, active.now())
+    if is_shown:
+        operation.complete()
+        active.waited(begun, name)
 
 
 @contextmanager
@@ -84,18 +63,16 @@ def updating(when: tf.Tensor | None) -> Iterator[None]:
     begun = active.now()
     yield
     if active.is_on and tf.executing_eagerly() and (when is None or bool(when)):
-        active.update(begun)
+        active.span("update", "update", begun, active.now())
     end_step()
 
 
 def end_step() -> None:
     """Note that an eager step has ended; say once that compiled ones are not shown."""
     global _has_warned  # noqa: PLW0603 - one a process
-    if not active.is_on:
-        return
-    if tf.executing_eagerly():
+    if active.is_on and tf.executing_eagerly():
         active.end_step()
-    elif not _has_warned and rank() == 0:
+    elif active.is_on and not _has_warned and rank() == 0:
         _has_warned = True
         _log.warning(
             "HVD_PIPE_TIMELINE does not show the operations of a compiled step: HOROVOD_TIMELINE "

@@ -282,7 +282,7 @@ def _averaging(name: str, reduction: Reduction, feedbacks: Sequence[Feedback | N
         means = send(*flats)
         for operation in operations:
             operation.complete()
-        trace.end_step()  # a job that is stuck must have its last rounds on the disk
+        trace.end_step()
         return means
 
     return shown

@@ -23,7 +23,7 @@ from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.strategy import MergedGradient
-from hvd_pipe.torch.agree import agree_on_clock, agreement
+from hvd_pipe.torch.agree import agreement
 from hvd_pipe.torch.distributed import DistributedOptimizer
 from hvd_pipe.torch.horovod_api import broadcast_parameters
 from hvd_pipe.torch.measuring import timeline
@@ -153,10 +153,7 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
         (received, part.outputs),
         lambda specs: TorchMessages(specs, stages, str(worker), bool(options.wire_dtype), device),
     )
-    if isinstance(timeline.active, timeline.TorchRecorder):
-        # Before an optimizer of some ranks does.
-        timeline.active.set_clock(agree_on_clock(global_process_set))
-    recorder = timeline.active
+    timeline.start((), global_process_set)  # before an optimizer of some ranks does
     by_minibatch = scheduler if options.schedule_by == "minibatch" else None
     updates = _updates(options, optimizer, by_minibatch, part.module, connections)
     losses = Losses(options.loss_fn, options.metric_fn, shared=coalesces)
@@ -174,7 +171,7 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
             device,
         ),
         most_samples=samples,
-        recorder=recorder,
+        recorder=timeline.active,
         updates=updates,
         scheduler=scheduler,
         layers=layers,
