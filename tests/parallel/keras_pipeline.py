@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import keras
 import numpy as np
@@ -27,6 +28,7 @@ from pipeline_versions import versions_of
 import hvd_pipe.tensorflow as hvd
 from hvd_pipe.planning.stages import Partition, Stage
 from hvd_pipe.tensorflow.pipedream import EpochStats, PipeDream
+from hvd_pipe.tensorflow.pipedream.stage import KerasStage
 
 keras.config.set_floatx("float64")
 
@@ -325,11 +327,33 @@ def engine_of(
     return PipeDream(model, loss_fn, mode=mode, **(usual | options))
 
 
-Run = tuple[list[float], Weights, EpochStats]
+class Run(NamedTuple):
+    """Losses, all weights and an evaluation after them; and what was held at a time.
+
+    The most versions of weights, and whether a tape was, where outputs had left.
+    """
+
+    losses: list[float]
+    weights: Weights
+    evaluated: EpochStats
+    versions: int
+    tapes: set[bool]
 
 
 def train(case: Case, transport: str = "auto", recurrent: bool = True) -> Run:
-    """Return losses, all weights and an evaluation after them."""
+    versions, tapes = [1], set()
+    update, output = KerasStage.update, KerasStage.output
+
+    def updated(stage: Any, version: int, keep: bool) -> None:
+        update(stage, version, keep)
+        versions.append(len(stage._versions))
+
+    def sent(stage: Any, index: Any) -> Any:
+        message = output(stage, index)
+        if pending := stage._pending.get(index):
+            tapes.add(pending.tape is not None or bool(pending.outputs))
+        return message
+
     engine = engine_of(
         *case[:3],
         model=make_model(recurrent=recurrent),
@@ -340,9 +364,10 @@ def train(case: Case, transport: str = "auto", recurrent: bool = True) -> Run:
         in_transit=case.in_transit,
     )
     batches = make_batches(MINIBATCHES)
-    losses = [engine.train_epoch(batches).loss for _ in range(EPOCHS)]
+    with mock.patch.multiple(KerasStage, update=updated, output=sent):
+        losses = [engine.train_epoch(batches).loss for _ in range(EPOCHS)]
     stats = engine.evaluate(make_unseen())
-    return losses, values_of(engine.gather()), stats
+    return Run(losses, values_of(engine.gather()), stats, max(versions), tapes)
 
 
 def make_unseen() -> list[Batch]:
@@ -378,11 +403,15 @@ def compare(case: Case, recurrent: bool, ranks: Sequence[Run]) -> None:
     x, y = (np.concatenate(parts) for parts in zip(*make_unseen(), strict=True))
     output = reference.model(x, training=False)
     right = float(np.mean(np.argmax(output, axis=-1) == y))
-    for losses, weights, evaluated in ranks:
-        assert losses == pytest.approx(wanted, abs=TOLERANCE)
-        assert difference(weights, values_of(reference.model)) <= TOLERANCE
-        assert evaluated.loss == pytest.approx(float(loss_fn(y, output)), abs=TOLERANCE)
-        assert (evaluated.metric, evaluated.samples) == (pytest.approx(right), len(x))
+    for run in ranks:
+        assert run.losses == pytest.approx(wanted, abs=TOLERANCE)
+        assert difference(run.weights, values_of(reference.model)) <= TOLERANCE
+        assert run.evaluated.loss == pytest.approx(float(loss_fn(y, output)), abs=TOLERANCE)
+        assert (run.evaluated.metric, run.evaluated.samples) == (pytest.approx(right), len(x))
+    assert set().union(*(run.tapes for run in ranks)) <= {not case.recompute}
+    if (set(case.replicas) == {1} and not case.in_transit) or case.mode != "stash":
+        most = {"stash": len(case.replicas), "2bw": 2, "flush": 1}[case.mode]
+        assert max(run.versions for run in ranks) == most
 
 
 def difference(found: Weights, wanted: Weights) -> float:
