@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from codec_reference import emulated
-from keras_problem import BATCH, OPTIMIZERS, STEPS, batch, loss_of, make_model, weights_of
+from keras_problem import BATCH, OPTIMIZERS, STEPS, make_model, weights_of
 from keras_training import Trainer, assert_alike, data, short_trials, small_model
 from on_ranks import gather, on_ranks
 
 import hvd_pipe
-import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.planning.plan import Plan
@@ -342,78 +341,6 @@ def test_the_warm_up_callback_raises_the_learning_rate() -> None:
     epochs = np.arange(8) / 4 + 1 / 4
     np.testing.assert_allclose(rates[:8], 0.8 / N * (epochs * (N - 1) / 2 + 1))
     np.testing.assert_allclose(rates[8:], 0.8)
-
-
-@two
-@pytest.mark.parametrize(
-    ("strategy", "mode"),
-    [("merged-gradient", "function"), ("pipe-sgd", "function"), ("pipe-sgd", "eager")],
-)
-def test_a_tape_trains_as_the_optimizer_does(strategy: str, mode: str) -> None:
-    # Without weight decay: a tape returns zeros in Pipe-SGD's first step, and decay goes on.
-    model, optimizer = make_model(), OPTIMIZERS["clipped"]()
-    variables = model.trainable_variables
-    optimizer.build(variables)
-
-    def step(x: Any, y: Any) -> None:
-        with tf.GradientTape() as tape:
-            loss = loss_of(model, x, y)
-        tape = hvd_tf.DistributedGradientTape(tape, strategy=strategy)
-        optimizer.apply(tape.gradient(loss, variables), variables)
-
-    taken = tf.function(step, autograph=False) if mode == "function" else step
-    for number in range(STEPS):
-        taken(*map(tf.constant, batch(hvd.rank(), number)))
-    last = hvd_tf.drain_gradients(variables)
-    assert (last is not None) == (strategy == "pipe-sgd")
-    if last is not None:
-        optimizer.apply(last, variables)
-    assert_trained(model, strategy, "clipped")
-
-
-@two
-def test_a_tape_that_goes_on_after_a_drain() -> None:
-    """The first step after it returned once more what had been drained: it was applied twice.
-
-    Two gradients of rank + 1, twice.
-    """
-    weight, optimizer = tf.Variable(0.0), sgd(1.0)
-    for _ in range(2):
-        for _ in range(2):
-            with tf.GradientTape() as recorded:
-                loss = weight * (hvd.rank() + 1.0)
-            tape = hvd_tf.DistributedGradientTape(recorded, strategy="pipe-sgd")
-            optimizer.apply_gradients([(tape.gradient(loss, [weight])[0], weight)])
-        (last,) = hvd_tf.drain_gradients([weight])
-        optimizer.apply_gradients([(last, weight)])
-    assert float(weight) == -4 * MEAN
-
-
-@two
-def test_tapes_of_all_kinds() -> None:
-    """Persistent, of one variable, of a structure, with sparse, missing and local gradients."""
-    factor = hvd.rank() + 1.0
-    w, v, unused = (tf.Variable([2.0, 3.0], name=name) for name in ("w", "v", "unused"))
-    rows = tf.Variable(tf.ones((4, 2)), name="rows")
-    with tf.GradientTape(persistent=True) as recorded:
-        loss = factor * tf.reduce_sum(w * w)
-        other = factor * tf.reduce_sum(v)
-        looked = factor * tf.reduce_sum(tf.gather(rows, [hvd.rank()]))
-    tape = hvd_tf.DistributedGradientTape(recorded)
-    np.testing.assert_allclose(tape.gradient(loss, w), [MEAN * 4, MEAN * 6])
-    named = tape.gradient(loss, {"w": w, "unused": unused})
-    np.testing.assert_allclose(named["w"], [MEAN * 4, MEAN * 6])
-    assert named["unused"] is None
-    np.testing.assert_allclose(tape.gradient(other, [v])[0], [MEAN, MEAN])
-    sparse = tf.convert_to_tensor(tape.gradient(looked, [rows])[0])
-    np.testing.assert_allclose(sparse[:, 0], [1 / N, 2 / N, 0, 0])
-    with tf.GradientTape() as recorded:
-        loss = factor * (tf.reduce_sum(w) + tf.reduce_sum(v))
-    tape = hvd_tf.DistributedGradientTape(recorded)
-    tape.register_local_source(w)
-    local, others = tape.get_local_and_global_gradients(loss, [w, v])
-    np.testing.assert_allclose(local[0][1], factor / N)
-    np.testing.assert_allclose(others[0][1], MEAN)
 
 
 @two
