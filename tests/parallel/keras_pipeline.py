@@ -159,10 +159,7 @@ def _plain_model(rounded: bool, recurrent: bool) -> tuple[Any, Any, list[npt.NDA
 
 
 class Reference:
-    """All workers of a pipeline; there may be one at a time.
-
-    Gradients are clipped (`most`) where there are two straight stages, or in "flush".
-    """
+    """All workers of a pipeline; there may be one at a time. "flush" alone may clip (`most`)."""
 
     def __init__(
         self,
@@ -178,7 +175,6 @@ class Reference:
     ) -> None:
         model, self._gradients, first = _plain_model(rounded, recurrent)
         self._most, self._in_transit = most, in_transit
-        self._norms: list[list[float]] = [[] for _ in replicas]  # squared, by update
         self.clipped = 0
         """How often a gradient was longer."""
         _assign(model.variables, first)
@@ -206,7 +202,6 @@ class Reference:
         version = versions_of(self.mode, self.replicas, len(batches), m, self._in_transit)
         rounds: list[list[list[Any]]] = [[] for _ in stages]
         losses = []
-        epoch = len(self._norms[0])
         for b, (x, y) in enumerate(batches):
             for s in stages:
                 _assign(self.weights[s], history[s][version[s][b]])
@@ -226,16 +221,17 @@ class Reference:
             losses.append(total)
             by_id = {id(v): g for v, g in zip(self.model.trainable_variables, found, strict=False)}
             own_gradients = [[by_id[id(v)] for v in self.weights[s]] for s in stages]
-            for s in stages:
-                self._norms[s].append(sum(float((g * g).sum()) for g in own_gradients[s]))
+            squared = sum(float((g * g).sum()) for one in own_gradients for g in one)
             for s in stages:
                 rounds[s].append(own_gradients[s])
                 whole = 1 if m > 1 or self.mode != "stash" else self.replicas[s]
                 if len(rounds[s]) == whole or b == len(batches) - 1:
                     mean = [sum(gs) / len(rounds[s]) for gs in zip(*rounds[s], strict=False)]
                     rounds[s] = []
-                    factor = self._factor(s, b, epoch)
-                    mean = [g * factor for g in mean]
+                    if self._most is not None:  # in "flush", by the norm over all stages
+                        factor = min(1.0, self._most / (squared**0.5 + 1e-6))
+                        self.clipped += factor < 1.0
+                        mean = [g * factor for g in mean]
                     _assign(self.weights[s], history[s][-1])
                     self.optimizers[s].apply([tf.constant(g) for g in mean], self.weights[s])
                     history[s].append([v.numpy() for v in self.weights[s]])
@@ -246,26 +242,6 @@ class Reference:
             for variable, mean, mine in zip(self.state[s], means, self.states[s][0], strict=False):
                 variable.assign(mean if "float" in variable.dtype else mine)
         return float(np.mean(losses))
-
-    def _factor(self, s: int, b: int, epoch: int) -> float:
-        """Return what clipping makes of stage s's gradient of minibatch b.
-
-        In "flush", of all stages' norms. Of two straight stages, each hears of the other's by
-        messages: see ``serial`` in `test_pipedream_clipping`.
-        """
-        if self._most is None:
-            return 1.0
-        at = epoch + b
-        total = self._norms[s][at]
-        if self.mode == "flush":
-            total = sum(norms[at] for norms in self._norms)
-        elif s == 0 and at:
-            total += self._norms[1][at - 1]
-        elif s == 1 and (b >= 2 or epoch):
-            total += self._norms[0][at - 2 if b >= 2 else epoch - 1]
-        factor = min(1.0, self._most / (total**0.5 + 1e-6))
-        self.clipped += factor < 1.0
-        return float(factor)
 
 
 def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:

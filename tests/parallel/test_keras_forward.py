@@ -274,29 +274,26 @@ def looked(strategy: str, looks: Mapping[int, str], steps: int) -> tuple[Look, R
 
 
 @two
-@pytest.mark.parametrize("name", ["all", "while plans are tried", "rank 0 alone"])
-def test_ways_to_look_in_turn_are_exact(name: str) -> None:
+@pytest.mark.parametrize("is_alone", [False, True], ids=["while plans are tried", "rank 0 alone"])
+def test_ways_to_look_in_turn_are_exact(is_alone: bool) -> None:
     """The first ways meet, in trials, steps that wait for all messages, one without, and its end.
 
     Where one rank alone reads, the other one sends its part in its next step.
     """
-    is_tried, is_alone = name == "while plans are tried", name == "rank 0 alone"
-    first, names = SKIP_STEPS + 1, list(READS if is_alone else WAYS)
-    if is_tried:
-        first, names = 0, [*names[-12:], *names]
+    names, first = (list(READS), SKIP_STEPS + 1) if is_alone else ([*[*WAYS][-12:], *WAYS], 0)
     steps = first + 2 * len(names) + 1
     looks = {first + 2 * i: each for i, each in enumerate(names)}
     if is_alone and hvd.rank():
         looks = {}
-    mine, ended = looked(TRIED if is_tried else FORWARD, looks, steps)
+    mine, ended = looked(FORWARD if is_alone else TRIED, looks, steps)
     other, wanted = looked(BARRIER, looks, steps)
     assert_alike(ended, wanted)
     pairs = zip(mine.script.log, other.script.log, strict=True)
     assert [(one, two) for one, two in pairs if one != two] == []
     for one, two in zip(mine.script.models, other.script.models, strict=True):
         assert all(map(np.array_equal, one.get_weights(), two.get_weights()))
-    begun = SKIP_STEPS + 3 * 3 * is_tried
-    if is_tried:
+    begun = SKIP_STEPS if is_alone else SKIP_STEPS + 3 * 3
+    if not is_alone:
         assert all(mine.before[begun - 3 : begun - 1])  # and the trial ends
     assert all(mine.before[begun:-1])
     quiet = [step for step in range(begun, steps - 1) if looks.get(step) in (None, *METADATA)]
@@ -331,11 +328,21 @@ def fit_fails(model: Any) -> None:
 
 @two
 def test_steps_after_an_exception_that_ends_fit_are_whole() -> None:
-    """A callback ends fit; nobody watches the steps after that.
+    """A callback ends fit; nobody watches the steps after that."""
+    model = compiled(FORWARD)
+    fit_fails(model)
+    model.optimizer.synchronize()
+    weights = [weights_of(model)]
+    for step in range(10, 13):
+        model.train_on_batch(*batch(hvd.rank(), step))
+        weights.append(weights_of(model))
+    assert np.array_equal(weights, barrier().records[9:13])
 
-    Who looks at one model waits for no update of another: here rank 0 alone does.
-    """
-    model, other = compiled(FORWARD), compiled(FORWARD)
+
+@two
+def test_who_looks_at_one_model_waits_for_no_update_of_another() -> None:
+    """Rank 0 alone looks at the second model after a fit of the first has failed."""
+    other, model = compiled(FORWARD), compiled(FORWARD)
     fit(other, *data(0, 8))
     fit_fails(model)
     assert len(due) == 1
@@ -343,12 +350,8 @@ def test_steps_after_an_exception_that_ends_fit_are_whole() -> None:
         weights_of(other)
         other.predict(batch(0, 0)[0], verbose=0)
     assert len(due) == 1
-    weights = [weights_of(model)]
+    weights_of(model)
     assert not due
-    for step in range(10, 13):
-        model.train_on_batch(*batch(hvd.rank(), step))
-        weights.append(weights_of(model))
-    assert np.array_equal(weights, barrier().records[9:13])
 
 
 def apply_by_hand(model: Any, number: int) -> None:

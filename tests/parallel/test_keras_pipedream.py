@@ -83,7 +83,6 @@ NIGHTLY = [  # of two ranks, and with one option each of those that DAILY has to
     Case("2bw", (1, 1), "adam"),
     Case("flush", (1, 1), "momentum"),
     Case("stash", (2,), "momentum"),
-    Case("stash", (1, 1), "momentum", most=3.0),
     Case("stash", (1, 1), "adam", short=True),
     Case("stash", (1, 1), "momentum", in_transit=2),
     Case("flush", (2, 1), "adam"),
