@@ -101,7 +101,7 @@ def rounds_of(method: CoCoD, workers: Any) -> list[Rounds]:
     columns = np.split(np.arange(workers.weights.shape[1]), np.cumsum(workers.sizes)[:-1])
     momenta = []
     if method.momentum == "average":
-        momenta = ["momenta", "squares"] if workers.rule.betas else ["momenta"]
+        momenta = ["momenta", "squares"] if workers.has_squares else ["momenta"]
     parts = fragments_of([8 * size for size in workers.sizes], method.fragments)
     return [
         Rounds(method, workers, [int(i) for number in own for i in columns[number]], momenta)

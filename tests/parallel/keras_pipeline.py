@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import keras
 import numpy as np
@@ -27,6 +28,7 @@ from pipeline_versions import versions_of
 import hvd_pipe.tensorflow as hvd
 from hvd_pipe.planning.stages import Partition, Stage
 from hvd_pipe.tensorflow.pipedream import EpochStats, PipeDream
+from hvd_pipe.tensorflow.pipedream.stage import KerasStage
 
 keras.config.set_floatx("float64")
 
@@ -157,10 +159,7 @@ def _plain_model(rounded: bool, recurrent: bool) -> tuple[Any, Any, list[npt.NDA
 
 
 class Reference:
-    """All workers of a pipeline; there may be one at a time.
-
-    Gradients are clipped (`most`) where there are two straight stages, or in "flush".
-    """
+    """All workers of a pipeline; there may be one at a time. "flush" alone may clip (`most`)."""
 
     def __init__(
         self,
@@ -176,7 +175,6 @@ class Reference:
     ) -> None:
         model, self._gradients, first = _plain_model(rounded, recurrent)
         self._most, self._in_transit = most, in_transit
-        self._norms: list[list[float]] = [[] for _ in replicas]  # squared, by update
         self.clipped = 0
         """How often a gradient was longer."""
         _assign(model.variables, first)
@@ -204,7 +202,6 @@ class Reference:
         version = versions_of(self.mode, self.replicas, len(batches), m, self._in_transit)
         rounds: list[list[list[Any]]] = [[] for _ in stages]
         losses = []
-        epoch = len(self._norms[0])
         for b, (x, y) in enumerate(batches):
             for s in stages:
                 _assign(self.weights[s], history[s][version[s][b]])
@@ -224,16 +221,17 @@ class Reference:
             losses.append(total)
             by_id = {id(v): g for v, g in zip(self.model.trainable_variables, found, strict=False)}
             own_gradients = [[by_id[id(v)] for v in self.weights[s]] for s in stages]
-            for s in stages:
-                self._norms[s].append(sum(float((g * g).sum()) for g in own_gradients[s]))
+            squared = sum(float((g * g).sum()) for one in own_gradients for g in one)
             for s in stages:
                 rounds[s].append(own_gradients[s])
                 whole = 1 if m > 1 or self.mode != "stash" else self.replicas[s]
                 if len(rounds[s]) == whole or b == len(batches) - 1:
                     mean = [sum(gs) / len(rounds[s]) for gs in zip(*rounds[s], strict=False)]
                     rounds[s] = []
-                    factor = self._factor(s, b, epoch)
-                    mean = [g * factor for g in mean]
+                    if self._most is not None:  # in "flush", by the norm over all stages
+                        factor = min(1.0, self._most / (squared**0.5 + 1e-6))
+                        self.clipped += factor < 1.0
+                        mean = [g * factor for g in mean]
                     _assign(self.weights[s], history[s][-1])
                     self.optimizers[s].apply([tf.constant(g) for g in mean], self.weights[s])
                     history[s].append([v.numpy() for v in self.weights[s]])
@@ -244,26 +242,6 @@ class Reference:
             for variable, mean, mine in zip(self.state[s], means, self.states[s][0], strict=False):
                 variable.assign(mean if "float" in variable.dtype else mine)
         return float(np.mean(losses))
-
-    def _factor(self, s: int, b: int, epoch: int) -> float:
-        """Return what clipping makes of stage s's gradient of minibatch b.
-
-        In "flush", of all stages' norms. Of two straight stages, each hears of the other's by
-        messages: see ``serial`` in `test_pipedream_clipping`.
-        """
-        if self._most is None:
-            return 1.0
-        at = epoch + b
-        total = self._norms[s][at]
-        if self.mode == "flush":
-            total = sum(norms[at] for norms in self._norms)
-        elif s == 0 and at:
-            total += self._norms[1][at - 1]
-        elif s == 1 and (b >= 2 or epoch):
-            total += self._norms[0][at - 2 if b >= 2 else epoch - 1]
-        factor = min(1.0, self._most / (total**0.5 + 1e-6))
-        self.clipped += factor < 1.0
-        return float(factor)
 
 
 def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
@@ -325,11 +303,33 @@ def engine_of(
     return PipeDream(model, loss_fn, mode=mode, **(usual | options))
 
 
-Run = tuple[list[float], Weights, EpochStats]
+class Run(NamedTuple):
+    """Losses, all weights and an evaluation after them; and what was held at a time.
+
+    The most versions of weights, and whether a tape was, where outputs had left.
+    """
+
+    losses: list[float]
+    weights: Weights
+    evaluated: EpochStats
+    versions: int
+    tapes: set[bool]
 
 
 def train(case: Case, transport: str = "auto", recurrent: bool = True) -> Run:
-    """Return losses, all weights and an evaluation after them."""
+    versions, tapes = [1], set()
+    update, output = KerasStage.update, KerasStage.output
+
+    def updated(stage: Any, version: int, keep: bool) -> None:
+        update(stage, version, keep)
+        versions.append(len(stage._versions))
+
+    def sent(stage: Any, index: Any) -> Any:
+        message = output(stage, index)
+        if pending := stage._pending.get(index):
+            tapes.add(pending.tape is not None or bool(pending.outputs))
+        return message
+
     engine = engine_of(
         *case[:3],
         model=make_model(recurrent=recurrent),
@@ -340,9 +340,10 @@ def train(case: Case, transport: str = "auto", recurrent: bool = True) -> Run:
         in_transit=case.in_transit,
     )
     batches = make_batches(MINIBATCHES)
-    losses = [engine.train_epoch(batches).loss for _ in range(EPOCHS)]
+    with mock.patch.multiple(KerasStage, update=updated, output=sent):
+        losses = [engine.train_epoch(batches).loss for _ in range(EPOCHS)]
     stats = engine.evaluate(make_unseen())
-    return losses, values_of(engine.gather()), stats
+    return Run(losses, values_of(engine.gather()), stats, max(versions), tapes)
 
 
 def make_unseen() -> list[Batch]:
@@ -378,11 +379,15 @@ def compare(case: Case, recurrent: bool, ranks: Sequence[Run]) -> None:
     x, y = (np.concatenate(parts) for parts in zip(*make_unseen(), strict=True))
     output = reference.model(x, training=False)
     right = float(np.mean(np.argmax(output, axis=-1) == y))
-    for losses, weights, evaluated in ranks:
-        assert losses == pytest.approx(wanted, abs=TOLERANCE)
-        assert difference(weights, values_of(reference.model)) <= TOLERANCE
-        assert evaluated.loss == pytest.approx(float(loss_fn(y, output)), abs=TOLERANCE)
-        assert (evaluated.metric, evaluated.samples) == (pytest.approx(right), len(x))
+    for run in ranks:
+        assert run.losses == pytest.approx(wanted, abs=TOLERANCE)
+        assert difference(run.weights, values_of(reference.model)) <= TOLERANCE
+        assert run.evaluated.loss == pytest.approx(float(loss_fn(y, output)), abs=TOLERANCE)
+        assert (run.evaluated.metric, run.evaluated.samples) == (pytest.approx(right), len(x))
+    assert set().union(*(run.tapes for run in ranks)) <= {not case.recompute}
+    if (set(case.replicas) == {1} and not case.in_transit) or case.mode != "stash":
+        most = {"stash": len(case.replicas), "2bw": 2, "flush": 1}[case.mode]
+        assert max(run.versions for run in ranks) == most
 
 
 def difference(found: Weights, wanted: Weights) -> float:

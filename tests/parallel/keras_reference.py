@@ -8,28 +8,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 import numpy.typing as npt
 from equation import Equation, Matrix, mean
-from keras_problem import STEPS, batch, make_model
-
-
-@dataclass(frozen=True)
-class Rule:
-    """An optimizer of Keras, by the names of its arguments; see `keras_problem.OPTIMIZERS`."""
-
-    rate: Callable[[int], float]  # by the number of updates before
-    momentum: float = 0.0
-    decay: float = 0.0
-    norm: float = np.inf
-    betas: tuple[float, float] | None = None
-    epsilon: float = 1e-7
-    average_every: int | None = None  # how often weights become their moving averages
-    passes: int = 1  # how many gradients make an update
+from keras_problem import OPTIMIZERS, STEPS, batch, make_model
 
 
 def rounded(value: float) -> float:
@@ -37,20 +22,9 @@ def rounded(value: float) -> float:
     return float(np.float32(value))
 
 
-RULES = {
-    "sgd": Rule(lambda _: 0.1),
-    "momentum": Rule(lambda _: 0.05, momentum=rounded(0.9), decay=rounded(0.01)),
-    "adam": Rule(lambda _: 0.01, betas=(0.9, 0.999)),
-    "forgetful": Rule(lambda _: 0.01, betas=(0.9, 0.3), epsilon=1e-3),
-    "clipped": Rule(lambda _: 0.1, momentum=0.5, norm=0.3),
-    "scheduled": Rule(lambda step: rounded(0.1 if step <= 4 else 0.05 if step <= 11 else 0.02)),
-    "averaged": Rule(lambda _: 0.1, average_every=4),
-    "accumulating": Rule(lambda _: 0.1, momentum=0.5, passes=3),
-}
-
-
-# The weights that all begin with: kernels and biases, in turn. They are made here, on all ranks,
-# as the names of a later model count those before it.
+# Whose options the equations read. They are made here, on all ranks, as are the weights that all
+# begin with (kernels and biases, in turn): the names of later ones count those before them.
+RULES = {name: make() for name, make in OPTIMIZERS.items()}
 TENSORS: list[Matrix] = [each.numpy() for each in make_model().trainable_variables]
 COLUMNS = np.cumsum([each.size for each in TENSORS])[:-1]  # where the next tensor begins
 
@@ -58,15 +32,18 @@ COLUMNS = np.cumsum([each.size for each in TENSORS])[:-1]  # where the next tens
 class Workers:
     """n models with their optimizers."""
 
-    def __init__(self, n: int, rule: Rule) -> None:
-        self.rule, self.updates = rule, 0
+    def __init__(self, n: int, optimizer: str) -> None:
+        self.rule, self.updates = RULES[optimizer], 0
+        self.has_squares = isinstance(self.rule, keras.optimizers.Adam)
+        self.passes = self.rule.gradient_accumulation_steps or 1
+        self.average_every = self.rule.ema_overwrite_frequency if self.rule.use_ema else None
         self.sizes = [each.size for each in TENSORS]
         self.weights = np.tile(np.concatenate([each.ravel() for each in TENSORS]), (n, 1))
         self.momenta, self.squares, self.averages = np.zeros((3, *self.weights.shape))
 
     def gradients(self, step: int) -> Matrix:
         """Every worker's own, the mean over the passes that make one update."""
-        passes = range(step * self.rule.passes, (step + 1) * self.rule.passes)
+        passes = range(step * self.passes, (step + 1) * self.passes)
         return np.mean([self._backward(number) for number in passes], axis=0)
 
     def _backward(self, step: int) -> Matrix:
@@ -87,27 +64,28 @@ class Workers:
         return np.concatenate([each.reshape(n, -1) for each in gradients], axis=1)
 
     def update(self, gradients: Matrix) -> None:
-        rule, rate = self.rule, self.rule.rate(self.updates)
+        rule, schedule = self.rule, self.rule._learning_rate
+        rate = float(schedule(self.updates) if callable(schedule) else rule.learning_rate)
         norms = np.linalg.norm(gradients, axis=1, keepdims=True)
-        gradients = gradients * np.minimum(1, rule.norm / norms)
-        self.weights = self.weights * (1 - rule.decay * rate)
+        gradients = gradients * np.minimum(1, (rule.global_clipnorm or np.inf) / norms)
+        self.weights = self.weights * (1 - rounded(rule.weight_decay or 0.0) * rate)
         self.updates += 1
-        if rule.betas is None:
-            self.momenta = rule.momentum * self.momenta - rate * gradients
+        if not self.has_squares:
+            self.momenta = rounded(rule.momentum) * self.momenta - rate * gradients
             self.weights = self.weights + self.momenta
         else:
-            first, second = rule.betas
+            first, second = rule.beta_1, rule.beta_2
             self.momenta = self.momenta + (1 - first) * (gradients - self.momenta)
             self.squares = self.squares + (1 - second) * (gradients**2 - self.squares)
-            p, q = (rounded(beta) ** self.updates for beta in rule.betas)
+            p, q = (rounded(beta) ** self.updates for beta in (first, second))
             rate *= np.sqrt(1 - q) / (1 - p)
             self.weights = self.weights - rate * self.momenta / (
                 np.sqrt(self.squares) + rule.epsilon
             )
-        if rule.average_every:
+        if self.average_every:
             old = 0.99 if self.updates > 1 else 0.0
             self.averages = old * self.averages + (1 - old) * self.weights
-            if self.updates % rule.average_every == 0:
+            if self.updates % self.average_every == 0:
                 self.weights = self.averages
 
     def lead(self, guess: Matrix) -> Matrix:
@@ -130,16 +108,15 @@ def values_clamped(n: int, strategy: str, optimizer: str) -> int:
 
 @functools.cache
 def _trained(n: int, strategy: str, optimizer: str) -> tuple[npt.NDArray[Any], int]:
-    rule = RULES[optimizer]
-    workers = Workers(n, rule)
+    workers = Workers(n, optimizer)
     equation = Equation(strategy, workers)
     records: list[Matrix] = []
-    for step in range(STEPS // rule.passes):
-        records += [workers.weights] * (rule.passes - 1)
+    for step in range(STEPS // workers.passes):
+        records += [workers.weights] * (workers.passes - 1)
         equation.step(step)
         records.append(workers.weights)
     equation.synchronize()
     if equation.rounds:
         workers.averages = mean(workers.averages, None)
-    records.append(workers.averages if rule.average_every else workers.weights)
+    records.append(workers.averages if workers.average_every else workers.weights)
     return np.array(records).swapaxes(0, 1), sum(each.clamped for each in equation.rounds)

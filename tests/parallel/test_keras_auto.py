@@ -168,14 +168,15 @@ def test_all_ranks_go_on_with_rank_0s_choice(
 
 
 @two
-def test_merged_gradient_is_planned_from_the_slowest_ranks_times() -> None:
+@pytest.mark.parametrize("given", ["", ":plan=wfbp"], ids=["planned", "a given plan is kept"])
+def test_merged_gradient_is_planned_from_the_slowest_ranks_times(given: str) -> None:
     """Free as rank 0's network were, one message would do; its own times leave no time either."""
-    model, record = compiled("merged-gradient", make_model), Record()
+    model, record = compiled(f"merged-gradient{given}", make_model), Record()
     with forced(SOME, FREE), traces() as traced:
         fit(model, *data(), record)
     plan = model.optimizer.plan.buckets
-    assert traced == [*TWICE, "anew", "merged-gradient"]
-    assert len(plan) > 1  # all in one, before
+    assert traced == (["merged-gradient"] if given else [*TWICE, "anew", "merged-gradient"])
+    assert len(plan) == 6 if given else len(plan) > 1  # all in one, before
     assert gather(plan) == [plan] * N
     assert chosen_of(model) is None
     assert_trajectory(model, record, "merged-gradient")
@@ -213,15 +214,6 @@ def test_the_plan_that_the_slowest_rank_is_fastest_with_stays() -> None:
         error, *others = (each.error_s for each in trials)
         assert error == pytest.approx(1.253 * 1.4826 * 0.1 / 5**0.5)
         assert others == [0.0, 0.0]
-
-
-@two
-def test_a_given_plan_is_kept() -> None:
-    model = compiled("merged-gradient:plan=wfbp")
-    with forced(SOME), traces() as traced:
-        fit(model, *data())
-    assert traced == ["merged-gradient"]
-    assert len(model.optimizer.plan.buckets) == 2
 
 
 @two

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras_problem import BATCH, Weights, make_model, weights_of
-from keras_training import Trainer, assert_alike, checks, data, small_model
+from keras_problem import Weights, make_model, weights_of
+from keras_training import Trainer, assert_alike, checks, small_model
 from on_ranks import gather, on_ranks
 
 import hvd_pipe.tensorflow as hvd_tf
@@ -30,40 +29,24 @@ FAULTY = 3  # the batch after which a fault is planted
 Then = Callable[[Any, int], object]
 
 
-class Run:
-    """Training by ``fit``, or with a tape; returns the weights after every batch, and at the end.
-
-    Args:
-        strategy: That of ``fit``; with "tape" before it, that of the tape.
-        make: Makes the model.
-    """
+class Run(Trainer):
+    """A loop that returns the weights after every step, and at the end; "tape" distributes one."""
 
     def __init__(self, strategy: str, make: Callable[[], Any] = small_model) -> None:
         self._is_tape = strategy.startswith("tape ")
-        self._trainer = Trainer(make, tape=self._is_tape, strategy=strategy.removeprefix("tape "))
-        self.model, self.variables = self._trainer.model, self._trainer.variables
-        if not self._is_tape:
-            self.model.compile(self._trainer.optimizer, "mse")
+        super().__init__(make, tape=self._is_tape, strategy=strategy.removeprefix("tape "))
 
     def __call__(self, steps: int, then: Then = lambda *_: None) -> Weights:
         records = []
-
-        def after(number: int, logs: object = None) -> None:
+        for number in range(steps):
+            self.train(number, number + 1)
             records.append(weights_of(self.model))
             then(self.model, number)
-
         if self._is_tape:
-            for number in range(steps):
-                self._trainer.train(number, number + 1)
-                after(number)
             last = hvd_tf.drain_gradients(self.model.trainable_variables)
             if last is not None:
-                self._trainer.optimizer.apply(last, self.model.trainable_variables)
-        else:
-            callback = keras.callbacks.LambdaCallback(on_train_batch_end=after)
-            options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-            self.model.fit(*data(0, steps), callbacks=[callback], **options)
-        return np.array([*records, weights_of(self.model)])
+                self.optimizer.apply(last, self.model.trainable_variables)
+        return np.array([*records, self.finish()])
 
 
 @two

@@ -15,9 +15,8 @@ import keras
 import numpy as np
 import pytest
 import ranks
-import tensorflow as tf
 import workers_keras_elastic as job
-from keras_problem import Weights, loss_of, make_model, sample, weights_of
+from keras_problem import make_model
 from keras_training import METHODS, Trainer, assert_same
 from on_ranks import gather, on_ranks
 from ranks import once
@@ -87,49 +86,6 @@ def test_training_starts_again_where_it_should(way: str) -> None:
     if "cocod" not in way:  # its workers keep momenta of their own
         assert first["slots"] == second["slots"]
     assert first["loss"] < loss_before
-
-
-@pytest.mark.nightly
-def test_each_gradient_is_applied_once() -> None:
-    """A falling loss does not tell: it falls with a gradient that is lost or doubled, too."""
-    results = outcome("pipe-sgd").results
-    starts = [(step, size) for step, size in results[0]["starts"]]
-    wanted = pipelined(starts)
-    for result in results:
-        np.testing.assert_allclose(result["weights"], wanted, rtol=0, atol=1e-10)
-
-
-def pipelined(starts: list[tuple[int, int]]) -> Weights:
-    """Simulate Pipe-SGD in one process, with these (step, workers) after each start.
-
-    When a host comes, the pending gradients become their average. When a worker fails, all go on
-    from rank 0's.
-    """
-    model = make_model()
-    optimizer = keras.optimizers.SGD(0.02, momentum=0.5)
-    variables = model.trainable_variables
-
-    def gradients(rank: int, step: int) -> list[Any]:
-        with tf.GradientTape() as tape:
-            loss = loss_of(model, *sample(rank, step))
-        return list(tape.gradient(loss, [each.value for each in variables]))
-
-    def mean(each: list[list[Any]]) -> list[Any]:
-        return [sum(parts) / len(each) for parts in zip(*each, strict=True)]
-
-    pending: list[list[Any]] = []
-    ends = [step for step, _ in starts[1:]] + [job.EPOCH * job.EPOCHS]
-    for number, ((start, size), end) in enumerate(zip(starts, ends, strict=True)):
-        if pending:
-            came = size > starts[number - 1][1]
-            pending = [mean(pending) if came else pending[0]] * size
-        for step in range(start, end):
-            fresh = [gradients(rank, step) for rank in range(size)]
-            if pending:
-                optimizer.apply(mean(pending), variables)
-            pending = fresh
-    optimizer.apply(mean(pending), variables)
-    return weights_of(model)
 
 
 def init() -> None:

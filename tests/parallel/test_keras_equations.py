@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import keras
 import keras_reference
 import numpy as np
 import numpy.typing as npt
 import pytest
-from keras_problem import OPTIMIZERS, trained
-from keras_training import init_nodes
-from on_ranks import on_ranks
+import tensorflow as tf
+from keras_problem import OPTIMIZERS, loss_of, make_model, trained, weights_of
+from keras_training import data, fit, forward, init_nodes
+from on_ranks import gather, on_ranks
 from trajectories import assert_close, compare
 
 import hvd_pipe.tensorflow.keras as hvd
+from hvd_pipe.tensorflow.pending import due
 
 TOLERANCE = 1e-10
 STRATEGIES = (
@@ -93,6 +96,52 @@ def test_trajectory(mode: str, strategy: str, optimizer: str) -> None:
     records = slice(-1, None) if local else slice(None)
     for other in others:
         assert np.array_equal(other[records], first[records])
+
+
+class TwoParts(keras.Model):  # type: ignore[misc]
+    """An optimizer for each, as in Keras' guide to GANs; ranks draw numbers of their own."""
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__()
+        self.parts = [make_model(), make_model()]
+        self.numbers = keras.random.SeedGenerator(hvd.rank())
+        self.own: list[Any] = []
+        for part in self.parts:
+            chosen = forward(part) if strategy == "forward" else strategy
+            self.own.append(hvd.DistributedOptimizer(OPTIMIZERS["momentum"](), strategy=chosen))
+            for each in part.trainable_variables:
+                each.assign(each + hvd.rank())
+            if strategy.startswith("cocod"):  # else its slots become rank 0's after a local step
+                self.own[-1].build(part.trainable_variables)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        for part, optimizer in zip(self.parts, self.own, strict=True):
+            with tf.GradientTape() as tape:
+                loss = loss_of(part, *data)
+            variables = part.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"number": keras.random.uniform((), seed=self.numbers)}
+
+
+@on_ranks(2, init=hvd.init)
+@pytest.mark.parametrize("strategy", ["merged-gradient", "forward", "pipe-sgd", "cocod:period=4"])
+def test_a_step_of_two_optimizers_has_a_trajectory_for_each(strategy: str) -> None:
+    """Under ``fit``, which gives all ranks rank 0's weights."""
+    late: list[bool] = []
+    model = TwoParts(strategy)
+    model.compile()
+    noting = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, **__: late.append(bool(due))
+    )
+    fit(model, *data(), noting)
+    assert any(late) == (strategy == "forward")
+    equation = "merged-gradient" if strategy == "forward" else strategy
+    wanted = keras_reference.trajectory(2, equation, "momentum")[hvd.rank()][-1]
+    for part in model.parts:
+        np.testing.assert_allclose(weights_of(part), wanted, rtol=0, atol=TOLERANCE)
+        np.testing.assert_array_equal(*gather(weights_of(part)))
+    first, second = gather(model.numbers.state.numpy()[0])
+    assert first != second
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

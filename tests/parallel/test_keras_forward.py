@@ -1,10 +1,14 @@
-"""``merged-gradient:overlap=forward`` under Keras' ``fit``: exact, with messages for later."""
+"""``merged-gradient:overlap=forward`` under Keras' ``fit``: all who look see the barrier's values.
+
+What is left for the next step is compared, to the last bit, with runs that wait for all messages.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -28,6 +32,7 @@ from keras_training import (
     seen,
     short_trials,
 )
+from keras_ways_to_look import METADATA, READS, WAYS, Script, look
 from logged import Lines
 from on_ranks import gather, on_ranks
 
@@ -66,12 +71,15 @@ def compiled(
     optimizer: Any = "sgd",
     made: Callable[[], Any] = make_model,
     compile_options: dict[str, Any] | None = None,
+    is_scaled: bool = False,
     **wrap: Any,
 ) -> Any:
     model = made()
     plain = OPTIMIZERS[optimizer]() if isinstance(optimizer, str) else optimizer()
     chosen = forward(model) if strategy == FORWARD else strategy
     distributed = hvd.DistributedOptimizer(plain, strategy=chosen, **wrap)
+    if is_scaled:
+        distributed = keras.optimizers.LossScaleOptimizer(distributed, initial_scale=8.0)
     model.compile(distributed, "mse", **(compile_options or {}))
     return model
 
@@ -81,23 +89,22 @@ class Run(NamedTuple):
 
     records: Any
     weights: Any
-    iterations: int
     history: dict[str, list[float]]
     said: str
     state: Any
 
 
-def run(model: Any, *callbacks: Any, given: Any = None, steps: int = STEPS) -> Run:
+def run(model: Any, *others: Any, given: Any = None, steps: int = STEPS, **options: Any) -> Run:
     record, lines = Record(), Lines()
-    history = fit(model, *(given or data(0, steps)), record, *callbacks)
+    history = fit(model, *(given or data(0, steps)), record, *others, **options)
     lines.taken()
+    variables = [*model.variables, *model.optimizer.variables]
     return Run(
         np.array(record.weights),
         weights_of(model),
-        int(model.optimizer.iterations),
         history.history,
         "\n".join(lines.lines),
-        np.concatenate([np.ravel(each.numpy()) for each in model.variables]),
+        np.concatenate([np.ravel(each.numpy()) for each in variables]),
     )
 
 
@@ -124,7 +131,6 @@ def at_epoch_ends(call: Callable[[], object]) -> Any:
 def assert_alike(mine: Run, other: Run) -> None:
     assert np.array_equal(mine.weights, other.weights)
     assert np.array_equal(mine.state, other.state)
-    assert mine.iterations == other.iterations
     assert mine.history == other.history
 
 
@@ -146,11 +152,6 @@ def test_each_step_is_the_equation() -> None:
     assert np.abs(run.weights - wanted[-1]).max() < 1e-12
 
 
-@two
-def test_it_ends_as_with_the_barrier_bit_for_bit() -> None:
-    assert_alike(deferred("adam"), barrier("adam"))
-
-
 def of_many_kinds() -> Any:
     """Layers that are frozen, normalized, used twice, and constrained."""
     keras.utils.set_random_seed(7)
@@ -164,24 +165,193 @@ def of_many_kinds() -> Any:
     return keras.Model(inputs, dense(3, kernel_constraint=limit)(x))
 
 
-@two
-@pytest.mark.parametrize("name", ["layers, sum, fp16", "rates"])
-def test_what_it_trains_ends_as_with_the_barrier(name: str) -> None:
-    def trained(strategy: str) -> Run:
-        if name == "rates":  # another one after every batch
-            model = compiled(strategy, "momentum")
-            return run(
-                model,
-                after_batches(
-                    lambda number: setattr(model.optimizer, "learning_rate", 0.1 / (number + 2))
-                ),
-            )
-        wrap = {"op": hvd.Sum, "compression": hvd.Compression.fp16}
-        return run(compiled(strategy, made=of_many_kinds, **wrap))
+def rates(strategy: str) -> Run:
+    """Another one after every batch."""
+    model = compiled(strategy, "momentum")
+    return run(
+        model,
+        after_batches(
+            lambda number: setattr(model.optimizer, "learning_rate", 0.1 / (number + 2))
+        ),
+    )
 
-    mine, other = trained(FORWARD), trained(BARRIER)
+
+def executions(strategy: str) -> Run:
+    """Epochs of eight batches, three of which are an execution; a callback before ours reads."""
+    ends: list[Any] = []
+    model = compiled(strategy, compile_options={"steps_per_execution": 3})
+    read = at_epoch_ends(lambda: ends.append(weights_of(model)))
+    ours = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    history = model.fit(*data(0, 8), epochs=3, callbacks=[read, ours], **options).history
+    assert len(ends) == 3
+    return Run(ends, weights_of(model), history, "", np.array(ends))
+
+
+def steps_of_ones_own(strategy: str) -> Run:
+    """Between two batches of fit; and gradients of before the last update, which are zeros."""
+    model, zeros = compiled(strategy), make_model().trainable_variables
+    for each in zeros:
+        each.assign(tf.zeros(each.shape, "float64"))
+    step = functools.partial(apply_by_hand, model, 0)
+    graph = tf.function(step, autograph=False)
+
+    def nothing() -> None:
+        model.optimizer.apply([each.value.read_value() for each in zeros])
+
+    between = {11: step, 13: graph, 15: graph, 17: nothing}
+    return run(model, *(Record(at, call) for at, call in between.items()))
+
+
+def callbacks_of_keras(strategy: str) -> Run:
+    """One of rank 0 saves within epochs, others change rates, and put the best weights back."""
+    model, other, saved = compiled(strategy, "momentum"), make_model(), []
+    own = [
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.9 * rate),
+        keras.callbacks.EarlyStopping("loss", restore_best_weights=True, patience=1),
+        keras.callbacks.TerminateOnNaN(),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        if hvd.rank() == 0:
+            files = f"{folder}/{{epoch}}-{{batch}}.weights.h5"
+            saver = keras.callbacks.ModelCheckpoint(files, save_freq=3, save_weights_only=True)
+            own.append(saver)
+        found = run(model, *own, steps=10, epochs=3, validation_data=batch(0, 99))
+        for path in sorted(Path(folder).iterdir()):
+            other.load_weights(path)
+            saved.append(weights_of(other))
+    assert len(saved) == (10 if hvd.rank() == 0 else 0)
+    return found._replace(state=np.array([found.weights, *saved]))
+
+
+SCRIPTS: dict[str, Callable[[str], Run]] = {
+    "adam": lambda strategy: deferred("adam") if strategy == FORWARD else barrier("adam"),
+    "layers, sum, fp16": lambda strategy: run(
+        compiled(strategy, made=of_many_kinds, op=hvd.Sum, compression=hvd.Compression.fp16)
+    ),
+    "rates": rates,
+    "executions": executions,
+    "steps of one's own": steps_of_ones_own,
+    "callbacks of Keras": callbacks_of_keras,
+}
+
+
+@two
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_it_ends_as_with_the_barrier_bit_for_bit(name: str) -> None:
+    mine, other = SCRIPTS[name](FORWARD), SCRIPTS[name](BARRIER)
     assert_alike(mine, other)
-    assert not np.array_equal(mine.records, other.records)  # messages were left for later
+    if name != "executions":
+        assert not np.array_equal(mine.records, other.records)  # messages were left for later
+
+
+class Look(keras.callbacks.Callback):  # type: ignore[misc]
+    """By step, a way to look after it; notes whether updates are late before that, and after."""
+
+    def __init__(self, model: Any, looks: Mapping[int, str], folder: Path) -> None:
+        super().__init__()
+        self.script = Script(model, *batch(hvd.rank(), 999), folder)
+        self._looks = looks
+        self.before: list[bool] = []
+        self.after: list[bool] = []
+
+    def on_train_batch_end(self, number: int, logs: Any = None) -> None:
+        self.before.append(self._is_ahead())
+        if number in self._looks:
+            look(self.script, self._looks[number])
+        self.after.append(self._is_ahead())
+
+    def _is_ahead(self) -> bool:
+        return any(session.engine.is_ahead() for session in self.model.optimizer._hvd_pipe)
+
+
+def looked(strategy: str, looks: Mapping[int, str], steps: int) -> tuple[Look, Run]:
+    model = compiled(strategy, "momentum")
+    model.optimizer.build(model.trainable_variables)
+    with tempfile.TemporaryDirectory() as folder, short_trials(), raced():
+        looking = Look(model, looks, Path(folder))
+        return looking, run(model, looking, steps=steps)
+
+
+@two
+@pytest.mark.parametrize("is_alone", [False, True], ids=["while plans are tried", "rank 0 alone"])
+def test_ways_to_look_in_turn_are_exact(is_alone: bool) -> None:
+    """The first ways meet, in trials, steps that wait for all messages, one without, and its end.
+
+    Where one rank alone reads, the other one sends its part in its next step.
+    """
+    names, first = (list(READS), SKIP_STEPS + 1) if is_alone else ([*[*WAYS][-12:], *WAYS], 0)
+    steps = first + 2 * len(names) + 1
+    looks = {first + 2 * i: each for i, each in enumerate(names)}
+    if is_alone and hvd.rank():
+        looks = {}
+    mine, ended = looked(FORWARD if is_alone else TRIED, looks, steps)
+    other, wanted = looked(BARRIER, looks, steps)
+    assert_alike(ended, wanted)
+    pairs = zip(mine.script.log, other.script.log, strict=True)
+    assert [(one, two) for one, two in pairs if one != two] == []
+    for one, two in zip(mine.script.models, other.script.models, strict=True):
+        assert all(map(np.array_equal, one.get_weights(), two.get_weights()))
+    begun = SKIP_STEPS if is_alone else SKIP_STEPS + 3 * 3
+    if not is_alone:
+        assert all(mine.before[begun - 3 : begun - 1])  # and the trial ends
+    assert all(mine.before[begun:-1])
+    quiet = [step for step in range(begun, steps - 1) if looks.get(step) in (None, *METADATA)]
+    assert quiet
+    assert [step for step in quiet if not mine.after[step]] == []
+
+
+class FailedError(Exception):
+    """A message or a callback has failed."""
+
+
+@two
+def test_after_a_message_that_fails_in_a_read_the_update_is_still_due() -> None:
+    model, failed, found = compiled(FORWARD), mock.Mock(side_effect=FailedError), []
+
+    def read() -> None:
+        for _ in range(2):
+            with mock.patch.object(Reduction, "reduce", failed), pytest.raises(FailedError):
+                weights_of(model)
+        found.append(weights_of(model))
+
+    fit(model, *data(), Record(12, read))
+    assert np.array_equal(found[0], barrier().records[11])
+    assert failed.call_count == 2
+
+
+def fit_fails(model: Any) -> None:
+    """A callback ends fit on all ranks after its tenth batch, and leaves an update."""
+    with pytest.raises(FailedError):
+        fit(model, *data(), Record(10, mock.Mock(side_effect=FailedError)))
+
+
+@two
+def test_steps_after_an_exception_that_ends_fit_are_whole() -> None:
+    """A callback ends fit; nobody watches the steps after that."""
+    model = compiled(FORWARD)
+    fit_fails(model)
+    model.optimizer.synchronize()
+    weights = [weights_of(model)]
+    for step in range(10, 13):
+        model.train_on_batch(*batch(hvd.rank(), step))
+        weights.append(weights_of(model))
+    assert np.array_equal(weights, barrier().records[9:13])
+
+
+@two
+def test_who_looks_at_one_model_waits_for_no_update_of_another() -> None:
+    """Rank 0 alone looks at the second model after a fit of the first has failed."""
+    other, model = compiled(FORWARD), compiled(FORWARD)
+    fit(other, *data(0, 8))
+    fit_fails(model)
+    assert len(due) == 1
+    if hvd.rank() == 0:
+        weights_of(other)
+        other.predict(batch(0, 0)[0], verbose=0)
+    assert len(due) == 1
+    weights_of(model)
+    assert not due
 
 
 def apply_by_hand(model: Any, number: int) -> None:
@@ -200,7 +370,10 @@ def put(weights: Any, model: Any) -> None:
 
 @functools.cache
 def of_epochs(strategy: str, is_length_known: bool) -> Any:
-    """Three epochs of eight batches; each ends by a ninth step where Keras does not know that."""
+    """Three epochs of eight batches; each ends by a ninth step where Keras does not know that.
+
+    Rank 0 alone reads at their ends, before our callback does.
+    """
     batches = [batch(hvd.rank(), step) for step in range(8)]
     spec = tuple(tf.TensorSpec([BATCH, width], tf.float64) for width in (6, 3))
     dataset = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
@@ -210,8 +383,9 @@ def of_epochs(strategy: str, is_length_known: bool) -> Any:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(8))
     model = compiled(strategy, "momentum")
     ends: list[Any] = []
-    look = at_epoch_ends(lambda: ends.append(weights_of(model)))
-    fit(model, dataset, None, look, epochs=3, batch_size=None)
+    read = at_epoch_ends(lambda: hvd.rank() or ends.append(weights_of(model)))
+    ours = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(dataset, epochs=3, verbose=0, callbacks=[read, ours])
     return np.array([*ends, weights_of(model)])
 
 
@@ -246,48 +420,17 @@ def test_a_step_whose_data_has_run_out_changes_no_weights(name: str) -> None:
 
 
 @two
-@pytest.mark.parametrize("name", ["ends, executions", "ends, stopped"])
-def test_a_callback_before_ours_reads_whole_weights(name: str) -> None:
-    """At the end of epochs of eight batches, three of which are an execution, or of six."""
-
-    def trained(strategy: str, stops: bool = False, **options: Any) -> tuple[list[Any], Any, Any]:
-        model = compiled(strategy, compile_options=options)
-        ends: list[Any] = []
-        callbacks = [
-            after_batches(lambda number: setattr(model, "stop_training", stops and number == 5)),
-            at_epoch_ends(lambda: ends.append(weights_of(model))),
-            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-        ]
-        plain: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-        history = model.fit(*data(0, 8), epochs=3, callbacks=callbacks, **plain).history
-        return ends, history, weights_of(model)
-
-    if name == "ends, stopped":
-        assert np.array_equal(trained(FORWARD, stops=True)[0], barrier().records[5:6])
-        return
-    mine, other = (trained(each, steps_per_execution=3) for each in (FORWARD, BARRIER))
-    assert len(mine[0]) == 3
-    assert np.array_equal(mine[0], other[0])
-    assert mine[1] == other[1]
-    assert np.array_equal(mine[2], other[2])
-
-
-@two
-def test_steps_after_an_exception_that_ends_fit_are_whole() -> None:
-    """A callback ends fit; nobody watches the steps after that."""
-
-    def fail() -> None:
-        raise KeyError("the callback's own")
-
-    model = compiled(FORWARD)
-    with contextlib.suppress(KeyError):
-        fit(model, *data(), Record(10, fail))
-    model.optimizer.synchronize()
-    weights = [weights_of(model)]
-    for step in range(10, 13):
-        model.train_on_batch(*batch(hvd.rank(), step))
-        weights.append(weights_of(model))
-    assert np.array_equal(weights, barrier().records[9:13])
+def test_a_callback_before_ours_reads_whole_weights_where_training_stops() -> None:
+    """At the end of an epoch of eight batches, after its sixth one."""
+    model, ends = compiled(FORWARD), []
+    others = [
+        after_batches(lambda number: setattr(model, "stop_training", number == 5)),
+        at_epoch_ends(lambda: ends.append(weights_of(model))),
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+    ]
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    model.fit(*data(0, 8), epochs=3, callbacks=others, **options)
+    assert np.array_equal(ends, barrier().records[5:6])
 
 
 class Averaged(keras.Sequential):  # type: ignore[misc]
@@ -459,14 +602,6 @@ class OwnDecay(keras.optimizers.SGD):  # type: ignore[misc]
             each.assign(each * (1.0 - 0.01 * norm))
 
 
-class Norm(keras.Sequential):  # type: ignore[misc]
-    """Its step reads a weight that its update has changed."""
-
-    def train_step(self, data: Any) -> Any:
-        found = super().train_step(data)
-        return {**found, "norm": tf.norm(self.trainable_variables[2])}
-
-
 # By name: an optimizer that keeps the barrier, and why.
 KEEPING: dict[str, tuple[Any, str]] = {
     "clipped": ("clipped", "global_clipnorm needs all gradients at once"),
@@ -520,7 +655,8 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "eager": ({"compile_options": {"run_eagerly": True}}, "the model runs eagerly"),
     "one rank": ({}, "as of its own"),
-    "used after": ({"made": lambda: Norm(make_model().layers)}, "a step uses"),
+    "scaled": ({"is_scaled": True}, "a LossScaleOptimizer decides"),
+    "used after": ({"made": lambda: Averaged(make_model().layers)}, "a step uses"),
     "int8": (
         {"compression": hvd.Compression.int8},
         "compressed messages have residuals of their own",
@@ -549,46 +685,6 @@ def test_the_barrier_stays_with_the_reason(name: str, monkeypatch: pytest.Monkey
     # A sum over all gradients may be in another order, and a code has one scale a message.
     limit = 0.05 if name == "int8" else 1e-14
     assert np.abs(mine.records - other.records).max() < limit
-
-
-@two
-def test_the_barrier_stays_within_a_loss_scale_optimizer() -> None:
-    model, lines = compiled(FORWARD), Lines()
-    scaled = keras.optimizers.LossScaleOptimizer(model.optimizer, initial_scale=8.0)
-    model.compile(scaled, "mse")
-    fit(model, *data())
-    lines.taken()
-    assert np.abs(weights_of(model) - trajectory("sgd")[-1]).max() < 1e-12
-    if hvd.rank() == 0:
-        assert "a LossScaleOptimizer decides" in "\n".join(lines.lines)
-
-
-@two
-def test_a_step_outside_of_fit_begins_with_whole_weights() -> None:
-    """Steps of one's own between two batches of fit."""
-
-    def trained(strategy: str) -> Any:
-        model = compiled(strategy)
-        step = functools.partial(apply_by_hand, model, 0)
-        graph = tf.function(step, autograph=False)
-        fit(model, *data(), Record(11, step), Record(13, graph), Record(15, graph))
-        return weights_of(model)
-
-    assert np.array_equal(trained(FORWARD), trained(BARRIER))
-
-
-@two
-def test_gradients_of_before_the_last_update_are_applied_after_it() -> None:
-    """They are of zeros, so nothing else changes."""
-    model, zeros = compiled(FORWARD), make_model().trainable_variables
-    for each in zeros:
-        each.assign(tf.zeros(each.shape, "float64"))
-
-    def between() -> None:
-        model.optimizer.apply([each.value.read_value() for each in zeros])
-
-    fit(model, *data(), Record(11, between))
-    assert np.array_equal(weights_of(model), barrier().weights)
 
 
 @two
@@ -663,18 +759,12 @@ def test_a_layer_waits_for_its_own_messages_alone() -> None:
 
     def label(operation: Any) -> str:
         """The name of the message that this is, or that a branch of it sends; else nothing."""
-        branches = [graph._get_function(each.name).graph for each in branches_of(operation)]
+        is_condition = operation.type in ("If", "StatelessIf")
+        names = ("then_branch", "else_branch") if is_condition else ()
+        branches = [graph._get_function(operation.get_attr(each).name).graph for each in names]
         inside = [each for branch in branches for each in branch.get_operations()]
         sent = [each for each in [operation, *inside] if each.type == "HorovodAllreduce"]
         return str(sent[0].name.rpartition(f"{tag}.0.")[2]) if sent else ""
-
-    def branches_of(operation: Any) -> list[Any]:
-        is_condition = operation.type in ("If", "StatelessIf")
-        names = ("then_branch", "else_branch") if is_condition else ()
-        return [operation.get_attr(name) for name in names]
-
-    def is_message(operation: Any) -> bool:
-        return bool(label(operation))
 
     def messages_before(operation: Any) -> set[str]:
         found, left = {operation}, [operation]
@@ -683,12 +773,12 @@ def test_a_layer_waits_for_its_own_messages_alone() -> None:
             more = {*one.control_inputs, *(each.op for each in one.inputs)} - found
             found |= more
             left += more
-        return {label(each) for each in found if is_message(each)}
+        return {label(each) for each in found} - {""}
 
     operations = graph.get_operations()
     multiplied = [each for each in operations if each.type == "MatMul" and "grad" not in each.name]
     layers = [messages_before(each) for each in multiplied[: len(model.layers)]]
-    messages = {label(each): messages_before(each) for each in operations if is_message(each)}
+    messages = {label(each): messages_before(each) for each in operations if label(each)}
     late = {"late.4", "late.5"}
     assert layers == [set(), {"late.4"}, late]
     assert set(messages) == late | {f"gradients.{place}" for place in range(4)}
@@ -807,6 +897,17 @@ def test_a_warm_up_finishes_updates_for_velocities_alone() -> None:
     assert any(late[WARM_UP:])
     assert ends[-1] == WARM_UP - 1 + 3  # batches of a trial
     assert np.array_equal(weights, warmed_up("momentum", BARRIER)[1])
+
+
+@two
+def test_a_variable_whose_update_a_shutdown_has_left_out_is_refused() -> None:
+    """The last test of these ranks: MPI cannot be started again."""
+    model = compiled(FORWARD)
+    fit_fails(model)
+    hvd.shutdown()
+    for read in (lambda: weights_of(model), lambda: model.predict(batch(0, 0)[0], verbose=0)):
+        with pytest.raises(hvd.HvdPipeError, match="lacks its last update"):
+            read()
 
 
 @three

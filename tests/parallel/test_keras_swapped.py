@@ -72,17 +72,6 @@ def test_horovods_own_shutdown_and_init(strategy: str) -> None:
 
 
 @two
-def test_a_rank_joins() -> None:
-    """Rank 1 has two batches more than rank 0."""
-    trainer = Trainer(strategy="merged-gradient")
-    trainer.train(0, 5 + 2 * hvd.rank())
-    last = int(hvd.join())
-    assert last == 1
-    hvd.broadcast_variables(variables_of(trainer), root_rank=last)
-    assert_alike(trainer.finish())
-
-
-@two
 def test_a_rank_does_not_join_under_cocod() -> None:
     """Horovod gave the others zeros for the model of the rank that had left: theirs was halved."""
     trainer = Trainer(strategy="cocod:period=3")

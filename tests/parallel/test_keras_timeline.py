@@ -31,7 +31,6 @@ STEPS = 12
 PERIOD = 3
 MODEL_BYTES = 592  # float64: 3, 12, 4, 20, 5 and 30 numbers, in the order of messages
 COCOD = f"cocod:period={PERIOD}"
-TURNS = f"cocod:period={PERIOD},fragments={PERIOD}"
 EAGER = {"run_eagerly": True}
 
 
@@ -68,7 +67,6 @@ def with_tape(strategy: str) -> None:
 
 CASES: dict[str, Any] = {
     COCOD: partial(fit, COCOD),
-    TURNS: partial(fit, TURNS),
     "merged-gradient": partial(fit, "merged-gradient", EAGER),
     "pipe-sgd": partial(fit, "pipe-sgd", EAGER),
     "int8": partial(fit, "merged-gradient", EAGER, compression=hvd.Compression.int8),
@@ -144,19 +142,6 @@ def test_cocod_has_a_round_a_period() -> None:
         ("models.whole.0", MODEL_BYTES): 1,
     }
     assert len(events(timeline, "ready")) == rounds
-
-
-@two
-def test_cocod_sends_one_fragment_after_another() -> None:
-    timeline = of(TURNS)
-    sent = events(timeline, "allreduce")
-    turns = [1 + STEPS // PERIOD] + [STEPS // PERIOD] * (PERIOD - 1)
-    assert Counter(e.name for e in sent) == {
-        **{f"models.{i}.round.0": count for i, count in enumerate(turns)},
-        **{f"models.{i}.whole.0": 1 for i in range(PERIOD)},
-    }
-    first = {e.name: e.args["bytes"] for e in sent if ".round." in e.name}
-    assert sum(first.values()) == MODEL_BYTES  # type: ignore[arg-type]
 
 
 @two

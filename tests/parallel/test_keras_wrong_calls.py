@@ -143,6 +143,7 @@ TABLE: list[tuple[str, type[Exception], str, Callable[[], Any]]] = [
     ("a tape with prediction", ValueError, "prediction='local' needs the optimizer",
      tape(strategy="pipe-sgd:prediction=local")),
     ("op is Adasum", ValueError, "Adasum is not for Keras", given(op=hvd_tf.Adasum)),
+    ("op of a tape is Adasum", ValueError, "use op=hvd.Average", tape(op=hvd_tf.Adasum)),
     ("nodes without process sets", HvdPipeError, r'call hvd.init\(process_sets="dynamic"\)',
      given(strategy="cocod:within=node")),
     ("more fragments than variables", ValueError, "so give at most 2 fragments",

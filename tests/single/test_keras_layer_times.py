@@ -98,7 +98,12 @@ def test_a_chain() -> None:
 
 def test_a_graph() -> None:
     model = residual()
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1), "mse")
+    before = [np.array(each) for each in model.variables]
     profile = measure_profile(model, residual_inputs(), steps=2, skip=0)
+    assert all(map(np.array_equal, before, model.variables))
+    assert profile.update_s > 0
+    assert int(model.optimizer.iterations) == 0
     names = [layer.name for layer in profile.layers]
     assert names[-1] == "(loss)"
     assert set(names) == {
@@ -139,17 +144,6 @@ def test_whose_the_time_is() -> None:
     assert 3 * SLEEP <= profile.forward_s + profile.backward_s < whole
     assert slow.forward_s > 0
     assert slow.backward_s > 0
-
-
-def test_variables_keep_their_values() -> None:
-    model = residual()
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1), "mse")
-    before = [np.array(each) for each in model.variables]
-    profile = measure_profile(model, residual_inputs(), steps=2, skip=0)
-    for old, new in zip(before, model.variables, strict=True):
-        assert np.array_equal(old, new)
-    assert profile.update_s > 0
-    assert int(model.optimizer.iterations) == 0
 
 
 class Own(keras.Model):  # type: ignore[misc]
@@ -244,9 +238,6 @@ def test_the_command(tmp_path: Path) -> None:
         "profile nets.py:known --steps 2",
         "profile nets.py:unknown --input 5,8 --loss nets.py:loss --steps 2 --json",
         "profile nets.py:words --steps 1 --device cpu -o w.json",
-        "advise known.profile.json -n 8 --bandwidth 1gbit",
-        "simulate known.profile.json -n 8 --bandwidth 1gbit",
-        "plan known.profile.json -n 8 --bandwidth 1gbit",
         "profile nets.py:unknown",
         "profile nets.py:open_sizes",
         "profile nets.py:known --input 5,9",
@@ -265,9 +256,8 @@ def test_the_command(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    good, wrong = results[:6], results[6:]
-    for code, _, stderr in good:
-        assert code == 0, stderr
+    good, wrong = results[:3], results[3:]
+    assert [code for code, _, _ in good] == [0] * 3, good
     profile = ModelProfile.load(tmp_path / "known.profile.json")
     assert (profile.name, profile.batch) == ("known", 32)
     assert int(profile.gradient_bytes().sum()) == 4 * (8 * 16 + 16 + 16 * 4 + 4)

@@ -12,7 +12,6 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.tensorflow.layer_times import LOSS, measure_profile
 from hvd_pipe.tensorflow.pipedream.graph import (
@@ -20,7 +19,6 @@ from hvd_pipe.tensorflow.pipedream.graph import (
     cut,
     graph_of,
     merged,
-    profile_of,
     shapes_of,
 )
 
@@ -71,38 +69,62 @@ def test_calls_have_the_names_and_the_order_of_the_profiler() -> None:
     assert "shared#2" in names
 
 
-def test_what_shares_weights_is_one_block() -> None:
-    graph = graph_of(branching())
-    blocks = blocks_of(graph)
-    (together,) = [
-        [graph.calls[place].name for place in places]
-        for places in blocks.values()
-        if len(places) > 1
-    ]
-    assert {"shared", "shared#2"} <= set(together)
-    assert sorted(place for places in blocks.values() for place in places) == list(
-        range(len(graph.calls))
+def sequential() -> Any:
+    return keras.Sequential(
+        [layers.Input((2,)), layers.Dense(2, name="a"), layers.Dense(1, name="b")]
     )
 
 
-def test_a_layer_without_variables_may_be_called_in_two_stages() -> None:
-    relu = layers.ReLU(name="relu")
-    x = layers.Input((3,))
-    y = relu(layers.Dense(2, name="b")(relu(layers.Dense(2, name="a")(x))))
-    assert list(blocks_of(graph_of(keras.Model(x, y)))) == ["a", "relu", "b", "relu#2"]
+def tied() -> Any:
+    twice = layers.Dense(2, name="twice")
+    x = layers.Input((2,))
+    return keras.Model(x, layers.Dense(1, name="end")(twice(layers.ReLU(name="relu")(twice(x)))))
 
 
-def test_a_mask_keeps_layers_together() -> None:
-    """Masks ride on tensors, not in them: no message would have them."""
+def relu_twice() -> Any:
+    relu, x = layers.ReLU(name="relu"), layers.Input((3,))
+    return keras.Model(x, relu(layers.Dense(2, name="b")(relu(layers.Dense(2, name="a")(x)))))
+
+
+def masked() -> Any:
     words = layers.Input((7,), dtype="int32")
     x = layers.Embedding(9, 4, mask_zero=True, name="words")(words)
-    x = layers.LSTM(3, name="lstm")(x)
-    model = keras.Model(words, layers.Dense(2, name="head")(x))
+    return keras.Model(words, layers.Dense(2, name="head")(layers.LSTM(3, name="lstm")(x)))
+
+
+class OwnCall(keras.Model):
+    def __init__(self) -> None:
+        super().__init__(name="own")
+        self.dense = layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+def nested() -> Any:
+    x = layers.Input((3,))
+    return keras.Model(x, layers.Dense(1, name="end")(OwnCall()(x)))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        # what has no variables may be called in two stages, what shares weights may not
+        (relu_twice, ["a", "relu", "b", "relu#2"]),
+        (tied, ["twice .. twice#2", "end"]),
+        # masks ride on tensors, not in them: no message would have them
+        (masked, ["words .. lstm", "head"]),
+        (nested, ["own", "end"]),
+    ],
+)
+def test_blocks_are_what_must_stay_together(make: Any, names: list[str]) -> None:
+    model = make()
     graph = graph_of(model)
-    assert list(blocks_of(graph)) == ["words .. lstm", "head"]
-    batch = tf.constant([[1, 2, 0, 0, 0, 0, 0], [3, 4, 5, 6, 7, 8, 1]])
-    parts = cut(graph, [["words .. lstm"], ["head"]], shapes_of(graph, batch))
-    assert np.array_equal(run(parts, [batch])[0], model(batch))
+    assert list(blocks_of(graph)) == names
+    x = tf.constant([[1, 2, 0, 0, 0, 0, 0], [3, 4, 5, 6, 7, 8, 1]][:2])
+    inputs = [x if make is masked else tf.cast(x[:, : model.inputs[0].shape[1]], tf.float32)]
+    parts = cut(graph, [[name] for name in names], shapes_of(graph, inputs))
+    np.testing.assert_allclose(run(parts, inputs)[0], model(inputs[0]), rtol=1e-6)
 
 
 @settings(max_examples=25)
@@ -201,20 +223,6 @@ def test_merged_profiles_keep_the_sums() -> None:
         assert layer.activation_bytes == sum(10 ** names.index(a) for a in leaving), name
 
 
-def test_a_measured_profile_plans_stages_that_can_be_cut() -> None:
-    model = branching()
-    graph = graph_of(model)
-    inputs = feed(model)
-    profile = profile_of(
-        model, graph, inputs, lambda out: tf.reduce_mean(out[0] ** 2), steps=1, skip=0
-    )
-    assert sum(layer.gradient_bytes for layer in profile.layers) == 4 * model.count_params()
-    plan = partition(profile, [(2, 1e9)], straight=True)
-    parts = cut(graph, [stage.layers for stage in plan.stages], shapes_of(graph, inputs))
-    for out, expected in zip(run(parts, inputs), model(inputs), strict=True):
-        assert np.array_equal(out, expected)
-
-
 def test_shapes_change_nothing() -> None:
     model = keras.Sequential(
         [layers.Input((2,)), layers.BatchNormalization(), layers.Dropout(0.5)]
@@ -231,38 +239,6 @@ def test_inputs_by_name() -> None:
     a, b = feed(model)
     for x in ([a, b], (a, b), {"b": b, "a": a}):
         assert all(map(np.array_equal, graph.feed(x), [a, b]))
-
-
-class OwnCall(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = layers.Dense(2)
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
-
-
-def test_a_nested_model_with_its_own_call_is_one_layer() -> None:
-    x = layers.Input((3,))
-    inner = OwnCall()
-    model = keras.Model(x, layers.Dense(1, name="end")(inner(x)))
-    graph = graph_of(model)
-    assert [call.name for call in graph.calls] == [inner.name, "end"]
-    loss = tf.reduce_mean
-    profile = profile_of(model, graph, feed(model), loss, steps=1, skip=0)
-    assert [layer.name for layer in profile.layers] == [inner.name, "end"]
-
-
-def sequential() -> Any:
-    return keras.Sequential(
-        [layers.Input((2,)), layers.Dense(2, name="a"), layers.Dense(1, name="b")]
-    )
-
-
-def tied() -> Any:
-    twice = layers.Dense(2, name="twice")
-    x = layers.Input((2,))
-    return keras.Model(x, layers.Dense(1, name="end")(twice(layers.ReLU(name="relu")(twice(x)))))
 
 
 @pytest.mark.parametrize(
