@@ -19,7 +19,7 @@ from publish import end_late_over_gloo, publish
 
 from hvd_pipe.pipeline.build import open_transport
 from hvd_pipe.pipeline.transport import Channel, Kind, Transport
-from hvd_pipe.runtime.watch import watchdog
+from hvd_pipe.runtime.watch import rank_side
 
 DEADLINE_S = 120  # no rank outlives its test
 LATE, SOON = 1, 30
@@ -59,7 +59,7 @@ def main(folder: Path, transport: str, wrong: str = "") -> None:
         end_late_over_gloo()
     ours = wires(framework or "torch")
     if framework == "tensorflow":  # begins to watch when it makes an optimizer
-        watchdog.start(importlib.import_module("hvd_pipe.tensorflow.workers").JOB)
+        rank_side.start(importlib.import_module("hvd_pipe.tensorflow.workers").JOB)
     rank, last = ours.rank, ours.hvd.size() - 1
     forth, back = Kind.ACTIVATION, Kind.GRADIENT
     channels = []

@@ -25,7 +25,7 @@ from problem import make_model, train, weights_of
 from torch import nn
 
 import hvd_pipe.torch
-from hvd_pipe.runtime.watch import watchdog
+from hvd_pipe.runtime.watch import rank_side
 from hvd_pipe.torch import DistributedOptimizer
 
 LR = 2.0**-6
@@ -123,7 +123,7 @@ def test_ranks_that_join_after_unlike_steps(strategy: str) -> None:
 def test_ranks_watch_each_other_from_the_first_optimizer_on() -> None:
     """hvd_pipe.torch.init() began to watch, which such a script does not call."""
     one_weight("merged-gradient")
-    assert watchdog._reporter is not None
+    assert rank_side._watch is not None
 
 
 def gradient_of_the_mean(hvd: Any, x: torch.Tensor) -> Any:
@@ -211,4 +211,4 @@ def test_horovod_may_end_and_start_again(case: Case) -> None:
     rows += advance(model, optimizer, range(BEFORE, BEFORE + AFTER))
     optimizer.synchronize()
     assert_equal([*rows, weights_of(model)], whole)
-    assert watchdog._reporter is not None  # ranks watch each other again
+    assert rank_side._watch is not None  # ranks watch each other again
