@@ -2,10 +2,10 @@
 
     python benchmarks/watch_scale.py --ranks 64 256 1024 2048
 
-Rank 0 is real: its watch (`hvd_pipe.runtime.watch.watchdog`), its small process and one connection
-to every other rank. The others are threads of one more process, each with its own connection and
-its own `Watcher`, and no small process. What they would ask each other by Horovod's collectives
-goes over a pipe. All share this machine's cores, so times are upper bounds.
+Rank 0 is real: its watch (`hvd_pipe.runtime.watch.rank_side`) and its small process, with one
+connection to every other rank. The others are threads of one more process, each with its own
+connection and its own `Watcher`, and no small process. What they would ask each other by Horovod's
+collectives goes over a pipe. All share this machine's cores, so times are upper bounds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any
 from harness import markdown, write_json
 
 from hvd_pipe.runtime.consensus import Agreement
-from hvd_pipe.runtime.watch import watchdog
+from hvd_pipe.runtime.watch import rank_side
+from hvd_pipe.runtime.watch.child_process import Link, Status, Watcher, beat_s, encode
 from hvd_pipe.runtime.watch.rendezvous import connect
-from hvd_pipe.runtime.watch.watcher import Link, Peer, Status, Watcher, beat_s, encode
 
 TICKS = os.sysconf("SC_CLK_TCK")
 LIMIT_S = 120.0
@@ -68,17 +68,8 @@ class Seen:
         self.there, control = socket.socketpair()
         self.control = Link(rank, control)
 
-    def is_gone(self) -> bool:
-        return False
-
-    def is_stopped(self) -> bool:
-        return False
-
     def status(self) -> Status:
-        return Status("train.py:57", waits=True, since_s=1.0)
-
-    def say(self, text: str) -> None:
-        """Tell nobody."""
+        return Status(waits=True, since_s=1.0)
 
     def end(self, text: str) -> None:
         """Live on."""
@@ -87,16 +78,10 @@ class Seen:
 class Heart(Watcher):
     """The process beside a rank, as a thread of this one."""
 
-    def __init__(self, peers: list[Peer], rank: int, link: socket.socket, limit_s: float) -> None:
+    def __init__(self, names: list[str], rank: int, link: socket.socket, limit_s: float) -> None:
         self._seen: Any = Seen(rank)
-        super().__init__(peers, {0: link}, limit_s, self._seen)
+        super().__init__(names, {0: link}, limit_s, self._seen)
         threading.Thread(target=self.run, daemon=True).start()
-
-    def cause(self, patience_s: float) -> str | None:
-        """Return what has become of another rank."""
-        self._seen.there.sendall(encode({"cause": patience_s}))
-        answer: str | None = json.loads(self._seen.there.makefile().readline())["cause"]
-        return answer
 
     def leave(self) -> None:
         """Tell the others that this rank goes."""
@@ -105,6 +90,7 @@ class Heart(Watcher):
     def stop(self) -> None:
         """End without a word."""
         self._seen.there.shutdown(socket.SHUT_RDWR)
+        self._links[0].socket.shutdown(socket.SHUT_RDWR)
 
 
 class Others:
@@ -115,12 +101,11 @@ class Others:
         self.links: dict[int, Any] = {}
         self.hearts: dict[int, Heart] = {}
 
-    def offer(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+    def offer(self, value: dict[str, Any]) -> list[tuple[str, bool]]:
         """Connect all at once; say who has got through."""
 
         def join(rank: int) -> None:
-            listener = value["listener"]
-            self.links[rank] = None if listener is None else connect(listener, rank)
+            self.links[rank] = connect(value["addresses"], value["secret"], rank)
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in range(1, self.count)]
         for thread in threads:
@@ -128,16 +113,16 @@ class Others:
         for thread in threads:
             thread.join()
         return [
-            {"host": "here", "pid": rank, "met": self.links[rank] is not None}
+            (f"rank {rank} on here (pid {rank})", self.links[rank] is not None)
             for rank in range(1, self.count)
         ]
 
-    def met(self, told: list[dict[str, Any]]) -> None:
+    def met(self, told: list[tuple[str, bool]]) -> None:
         """Begin to watch."""
-        peers = [Peer(rank, one["host"], one["pid"]) for rank, one in enumerate(told)]
+        names = [name for name, _ in told]
         for rank, link in self.links.items():
             if link is not None:
-                self.hearts[rank] = Heart(peers, rank, link, self.limit_s)
+                self.hearts[rank] = Heart(names, rank, link, self.limit_s)
 
     def lose(self, rank: int) -> float:
         """End one without a word; return when every other one has named it."""
@@ -147,19 +132,19 @@ class Others:
     def named(self, lost: int) -> float:
         """Return when every rank has named the one that is lost."""
         for rank, heart in self.hearts.items():
-            while (cause := heart.cause(LONGEST_S)) is None:
-                pass
-            if not cause.startswith(f"rank {lost} on "):
-                raise RuntimeError(f"rank {lost} was lost, and rank {rank} says: {cause}")
+            while (loss := heart._find_loss(LONGEST_S)) is None:
+                time.sleep(0.01)
+            if loss[0] != lost:
+                raise RuntimeError(f"rank {lost} was lost, and rank {rank} says: {loss[1]}")
         return time.monotonic()
 
     def leave(self, _: None) -> float:
-        """End all, in order; return when all of them know of it."""
+        """End all, in order; return when all of them know that others have."""
         for heart in self.hearts.values():
             heart.leave()
-        last = len(self.hearts)
-        while any(len(heart._left) < last for heart in self.hearts.values()):
-            time.sleep(0.05)
+        _, *others = self.hearts.values()
+        while any(heart._left is None for heart in others):
+            time.sleep(0.01)
         return time.monotonic()
 
 
@@ -195,7 +180,7 @@ class Watch:
 
 def measure_watch(ranks: int, limit_s: float = LIMIT_S) -> Watch:
     """Watch so many ranks, lose one, and let the rest leave."""
-    os.environ[watchdog.ENVIRONMENT_VARIABLE] = str(limit_s)
+    os.environ[rank_side.ENVIRONMENT_VARIABLE] = str(limit_s)
     command = [sys.executable, __file__, "--others", str(ranks), "--limit", str(limit_s)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
@@ -217,11 +202,12 @@ def measure_watch(ranks: int, limit_s: float = LIMIT_S) -> Watch:
             tell("offer", json.loads(data)["value"])
             return [data] + [b"null"] * (ranks - 1)
         everyone = [json.loads(data), *json.loads(answers.readline())]
+        found.missed = sum(not has_met for _, has_met in everyone)
         ask("met", everyone)
         return [json.dumps(one).encode() for one in everyone]
 
     found = Watch(ranks, beat_s(ranks, limit_s))
-    job = watchdog.Job(
+    job = rank_side.Job(
         Ranks(ranks),
         Agreement(gather_bytes),
         lambda _: None,
@@ -229,13 +215,12 @@ def measure_watch(ranks: int, limit_s: float = LIMIT_S) -> Watch:
     )
     try:
         begun = time.monotonic()
-        watchdog.start(job)
+        rank_side.start(job)
         found.join_s = time.monotonic() - begun
-        reporter = watchdog._reporter
-        assert reporter is not None
-        assert reporter.child is not None
-        child = reporter.child.pid
-        found.missed = ranks - 1 - len(reporter.links)
+        watch = rank_side._watch
+        assert watch is not None
+        assert watch.child is not None
+        child = watch.child.pid
         found.files, found.child_files = _files(os.getpid()), _files(child)
         found.threads = threading.active_count()
         before, begun = _cpu_s(child), time.monotonic()
@@ -248,7 +233,7 @@ def measure_watch(ranks: int, limit_s: float = LIMIT_S) -> Watch:
         found.leave_s = ask("leave", None) - begun
         found.leave_cpu_s = _cpu_s(child) - before
     finally:
-        watchdog.stop()
+        rank_side.stop()
         told.close()
         answers.close()
         with suppress(subprocess.TimeoutExpired):

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from hvd_pipe.runtime import restarts
 from hvd_pipe.runtime.consensus import answer_with
-from hvd_pipe.runtime.watch import watchdog
+from hvd_pipe.runtime.watch import rank_side
 
 
 class Lifecycle(abc.ABC):
@@ -32,7 +32,7 @@ class Lifecycle(abc.ABC):
 
     adapter: ClassVar[str]
 
-    def __init__(self, horovod: Any, job: watchdog.Job) -> None:
+    def __init__(self, horovod: Any, job: rank_side.Job) -> None:
         self.job = job
         self._horovod = horovod
         self._running: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -83,7 +83,7 @@ class Lifecycle(abc.ABC):
         """Have all ranks watch each other, if they do not yet; all ranks come here together."""
         if not self._watching:
             self._watching = True
-            watchdog.start(self.job)
+            rank_side.start(self.job)
 
     def count(self, process_set_id: object) -> int:
         """Number what starts on these workers, for each process set apart."""
@@ -123,6 +123,6 @@ class Lifecycle(abc.ABC):
         if not self._exiting:
             self.leave_workers()
             restarts.note_end(self._horovod)
-        watchdog.leave()
+        rank_side.leave()
         yield
-        watchdog.stop()
+        rank_side.stop()

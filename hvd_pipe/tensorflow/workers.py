@@ -26,8 +26,8 @@ from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.runtime import restarts
 from hvd_pipe.runtime.lifecycle import Lifecycle
 from hvd_pipe.runtime.watch import waits
+from hvd_pipe.runtime.watch.rank_side import Frames, Job, is_library, module_of
 from hvd_pipe.runtime.watch.waits import Wait, of_thread
-from hvd_pipe.runtime.watch.watchdog import Frames, Job, horovod_call, is_library, module_of
 from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.graphs import trace_anew
 
@@ -137,7 +137,6 @@ def _joining() -> Iterator[None]:
 
 _INSIDE = ("tensorflow.", "horovod.")
 _CALLS_BACK = "tensorflow.python.ops.script_ops"
-_AT_WORK = "RD"  # runs, or would, and sleeps without a chance to be woken: a disk
 
 _communicating: set[int] = set()
 _missed = False
@@ -166,7 +165,7 @@ def waits_for(frames: Frames) -> Wait | None:
     It changes whenever that thread has run.
     """
     thread = threading.main_thread()
-    registered = of_thread(thread.ident or 0)
+    registered = of_thread(thread.ident)
     if registered is not None:
         return registered
     frame = _python(frames.get(thread.ident or 0))
@@ -180,10 +179,8 @@ def waits_for(frames: Frames) -> Wait | None:
         return None
     if any(map(_calls_back, frames.values())) or _is_at_work():
         return None
-    names = horovod_call(frame)
     activity = waits.activity(os.getpid(), thread.native_id or 0)
-    pauses = None if activity is None else activity.pauses
-    return (thread.native_id, pauses, *names)
+    return (thread.native_id, None if activity is None else activity.pauses)
 
 
 def _python(frame: FrameType | None) -> FrameType | None:
@@ -209,7 +206,7 @@ def _is_at_work() -> bool:
         return False
     others = waits.threads(os.getpid()) - _communicating - {threading.get_native_id()}
     activities = (waits.activity(os.getpid(), number) for number in others)
-    return any(activity is not None and activity.state in _AT_WORK for activity in activities)
+    return any(activity is not None and activity.works for activity in activities)
 
 
 def _is_sure() -> bool:

@@ -21,8 +21,8 @@ from horovod.torch.mpi_ops import ProcessSet, global_process_set
 from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.runtime import restarts
 from hvd_pipe.runtime.lifecycle import Lifecycle
+from hvd_pipe.runtime.watch.rank_side import Frames, Job, module_of
 from hvd_pipe.runtime.watch.waits import Wait, of_thread
-from hvd_pipe.runtime.watch.watchdog import Frames, Job, horovod_call, module_of
 from hvd_pipe.torch.agree import agreement
 from hvd_pipe.torch.compression import codec_for
 from hvd_pipe.torch.messages import pending
@@ -168,8 +168,7 @@ def _wait_of(thread: int, frame: FrameType | None) -> Wait | None:
     registered = of_thread(thread)
     if registered is not None or frame is None or module_of(frame) not in _WAITING:
         return registered
-    names = horovod_call(frame)
-    return (names[-1], *pending.known())
+    return ("Horovod", *pending.known())
 
 
 def _failed_elsewhere(error: BaseException) -> bool:

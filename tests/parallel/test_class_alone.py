@@ -24,7 +24,7 @@ from on_ranks import gather, on_ranks
 from problem import make_model, one_weight, train, update_one, updates_of, weights_of
 
 import hvd_pipe.torch
-from hvd_pipe.runtime.watch import watchdog
+from hvd_pipe.runtime.watch import rank_side
 from hvd_pipe.torch import DistributedOptimizer
 
 EARLY, LATE, MORE = 5, 25, 16  # a plan is due between the first two, and in the last, if none is
@@ -101,7 +101,7 @@ def test_ranks_that_join_after_unlike_steps(strategy: str) -> None:
 def test_ranks_watch_each_other_from_the_first_optimizer_on() -> None:
     """hvd_pipe.torch.init() began to watch, which such a script does not call."""
     one_weight("merged-gradient")
-    assert watchdog._reporter is not None
+    assert rank_side._watch is not None
 
 
 def gradient_of_the_mean(hvd: Any, x: torch.Tensor) -> Any:
@@ -189,4 +189,4 @@ def test_horovod_may_end_and_start_again(case: Case) -> None:
     rows += advance(model, optimizer, range(BEFORE, BEFORE + AFTER))
     optimizer.synchronize()
     assert_equal([*rows, weights_of(model)], whole)
-    assert watchdog._reporter is not None  # ranks watch each other again
+    assert rank_side._watch is not None  # ranks watch each other again

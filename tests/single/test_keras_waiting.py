@@ -7,13 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
+from hvd_pipe.runtime.watch.rank_side import Job, Watch
 from hvd_pipe.runtime.watch.waits import Wait, waiting_for
-from hvd_pipe.runtime.watch.watchdog import _Process
 from hvd_pipe.tensorflow import workers
 
 SOON_S = 60.0  # for what takes a moment on a quiet machine
@@ -167,10 +168,13 @@ def test_a_wait_that_is_registered_counts_whatever_else_works() -> None:
 
 
 def test_where_one_cannot_tell_only_a_long_wait_counts() -> None:
-    process = _Process(0, lambda frames: ("a step on a GPU",), patience_s=LONG_S)
-    assert not process.status().waits
+    ranks: Any = SimpleNamespace(rank=lambda: 0)
+    found: Any = lambda _: ("a step on a GPU",)  # noqa: E731
+    job = Job(ranks, workers.agreement, found, lambda _: False, is_sure=lambda: False)
+    watch = Watch(job, LONG_S)
+    assert not watch.status().waits
     time.sleep(LONG_S)
-    assert process.status().waits
+    assert watch.status().waits
 
 
 def test_a_start_that_nobody_saw(monkeypatch: pytest.MonkeyPatch) -> None:

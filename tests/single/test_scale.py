@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import resource
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +19,8 @@ import pytest
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.runtime import consensus
 from hvd_pipe.runtime.consensus import Agreement, Description
-from hvd_pipe.runtime.watch import watchdog
-from hvd_pipe.runtime.watch.watcher import MOST_SILENT, Link, Peer, Status, Watcher
+from hvd_pipe.runtime.watch import rank_side
+from hvd_pipe.runtime.watch.child_process import Link, Status, Watcher, encode
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import watch_scale
@@ -87,99 +89,82 @@ def first() -> Iterator[tuple[Watcher, list[socket.socket]]]:
     """The first of forty ranks, whose thread does not run, and what the others hold of it."""
     pairs = [socket.socketpair() for _ in range(39)]
     control, own = socket.socketpair()
-    process: Any = SimpleNamespace(status=Status, control=Link(0, control))
-    peers = [Peer(rank, f"h{rank}", 100 + rank) for rank in range(40)]
-    links = {rank: here for rank, (here, _) in enumerate(pairs, 1)}
-    yield Watcher(peers, links, 120.0, process), [there for _, there in pairs]
+    rank: Any = SimpleNamespace(status=Status, control=Link(0, control))
+    names = [f"rank {number} on h{number} (pid {100 + number})" for number in range(40)]
+    links = {number: here for number, (here, _) in enumerate(pairs, 1)}
+    yield Watcher(names, links, 120.0, rank), [there for _, there in pairs]
     for pair in [*pairs, (control, own)]:
         for one in pair:
             one.close()
 
 
-def _heard(link: socket.socket) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in link.recv(1 << 16).splitlines()]
+def _heard(link: socket.socket) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(link.recv(1 << 16))
+    return message
 
 
-def test_news_that_come_together_are_passed_on_in_one_sending(
-    first: tuple[Watcher, list[socket.socket]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where n ranks left, the first one sent n times n messages."""
-    heart, others = first
-    sendings: list[bytes] = []
-    monkeypatch.setattr(heart, "_send", sendings.append)
-    for rank, other in enumerate(others, 1):
-        other.send(json.dumps({"left": rank}).encode() + b"\n")
-    for link in list(heart._links.values()):
-        heart._hear(link)
-    heart._pass_on()
-    heart._pass_on()
-    assert len(sendings) == 1
-    assert [json.loads(line)["left"] for line in sendings[0].splitlines()] == [*range(1, 40)]
-
-
-def test_news_reach_every_rank(first: tuple[Watcher, list[socket.socket]]) -> None:
-    heart, others = first
-    heart._record({"lost": 7, "how": "it is gone"})
-    heart._pass_on()
-    assert all(_heard(other) == [{"lost": 7, "how": "it is gone"}] for other in others)
-
-
-def test_of_many_silent_ranks_the_longest_silent_are_told(
+def test_news_reach_every_rank_in_one_message_however_many_ranks_leave(
     first: tuple[Watcher, list[socket.socket]],
 ) -> None:
-    heart, others = first
-    heart.clock.now = 1000.0
-    for rank, link in heart._links.items():
-        link.heard_at = float(rank)
-    heart._beat()
-    (message,) = _heard(others[0])
-    assert [rank for rank, _ in message["silent"]] == [*range(1, MOST_SILENT + 1)]
-    assert len(heart._silent) == 39  # the first one itself knows of all
+    """Where n ranks left, the first one sent n times n messages."""
+    watcher, others = first
+    left = {"status": asdict(Status(left=True)), "loss": None, "left": None, "silence": None}
+    for other in others:
+        other.send(encode(left))
+    others[6].send(encode(left | {"loss": [7, "it is gone"]}))
+    thread = threading.Thread(target=watcher.run)
+    thread.start()
+    told = [_heard(other) for other in others]
+    watcher._rank.control.socket.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    assert [(one["loss"], one["left"]) for one in told] == [([7, "it is gone"], 1)] * 39
 
 
-def _allow(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
-
-
-def test_what_lacks_for_a_connection_to_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for files in (100_000, resource.RLIM_INFINITY):
-        _allow(monkeypatch, files)
-        assert watchdog._has_files_for(2048)
-    _allow(monkeypatch, 1024)
-    assert not watchdog._has_files_for(2048)
-
-
-def test_a_job_of_too_many_ranks_for_its_files_is_told_so(
-    monkeypatch: pytest.MonkeyPatch,
+def test_of_many_silent_ranks_the_longest_silent_is_told(
+    first: tuple[Watcher, list[socket.socket]],
 ) -> None:
+    watcher, others = first
+    watcher.clock.now = 1000.0
+    for rank, link in watcher._links.items():
+        link.heard_at = float(rank % 20)
+    watcher._beat()
+    assert _heard(others[0])["silence"] == [1000.0, 20, False]
+
+
+def test_a_job_of_too_many_ranks_for_its_files_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank took all files that there were, waited for 10 s and blamed a firewall."""
     ranks, offered = watch_scale.Ranks(2048), []
     monkeypatch.delenv("HVD_PIPE_TIMEOUT", raising=False)
-    monkeypatch.setattr(watchdog, "is_elastic", lambda: False)
+    monkeypatch.setattr(rank_side, "is_elastic", lambda: False)
 
     def find(find: Callable[[], dict[str, Any]], *_: object) -> dict[str, Any]:
         offered.append(find())
         return offered[0]
 
-    def gather(first: dict[str, Any], *_: object) -> list[dict[str, Any]]:
-        return [first, *[first | {"met": False}] * 2047]
+    def gather(own: object, *_: object) -> list[Any]:
+        return [own, *[("rank 1 on h1 (pid 7)", False)] * 2047]
 
     agreement: Any = SimpleNamespace(found_by_first=find, gather=gather)
-    job = watchdog.Job(ranks, agreement, lambda _: None, lambda _: False)  # type: ignore[arg-type]
-    _allow(monkeypatch, 1024)
-    text = r"cannot connect to rank 0 .* let that rank open \d{4} files or more \(ulimit -n\)"
+    job = rank_side.Job(ranks, agreement, lambda _: None, lambda _: False)  # type: ignore[arg-type]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    popen, files = subprocess.Popen, f"ulimit -n 1024; exec {sys.executable} $0 $@"
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda words, **how: popen(["sh", "-c", files, *words[1:]], **how)
+    )
+    text = r"cannot connect to rank 0 .* let that rank open 2112 files or more \(ulimit -n\)"
     with pytest.warns(UserWarning, match=text) as told:
-        watchdog.start(job)
-    assert offered[0]["listener"] is None
+        rank_side.start(job)
+    assert limits == resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert offered[0]["addresses"] == []
     assert [each.category for each in told].count(UserWarning) == 1
-    assert watchdog._reporter is None
+    assert rank_side._watch is None
 
 
 def test_the_watch_of_many_ranks_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is lost must be the one that all others name."""
     monkeypatch.setattr(watch_scale, "QUIET_S", 0.1)
-    monkeypatch.setenv(watchdog.ENVIRONMENT_VARIABLE, "")
+    monkeypatch.setenv(rank_side.ENVIRONMENT_VARIABLE, "")
     found = watch_scale.measure_watch(5)
     assert found.missed == 0
-    assert found.files > 4
+    assert found.child_files > 4
     assert found.lost_s > 0

@@ -20,41 +20,40 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_PROC = Path("/proc")  # other systems have none
 QUIET_S = 5.0  # a thread that has not run for so long is idle: one of a pool, say
-
 
 Wait = tuple[object, ...]
 """What one thread waits for; no two waits are equal."""
 
 _numbers = itertools.count()
-_waits: dict[int, list[Wait]] = {}  # by thread; each changes its own entry alone
+_waits: dict[int, Wait] = {}  # the innermost of each thread, which changes it alone
 
 
 @contextmanager
 def waiting_for(what: str) -> Iterator[None]:
     """Register that this thread waits for other ranks, and what for.
 
-    Example:
-        >>> with waiting_for("an all-reduce"):
-        ...     of_thread(threading.get_ident())[0]
-        'an all-reduce'
-        >>> of_thread(threading.get_ident()) is None
-        True
+    >>> with waiting_for("an all-reduce"):
+    ...     of_thread(threading.get_ident())[0]
+    'an all-reduce'
+    >>> of_thread(threading.get_ident()) is None
+    True
     """
-    thread, wait = threading.get_ident(), (what, next(_numbers))
-    _waits.setdefault(thread, []).append(wait)
+    thread = threading.get_ident()
+    outer = _waits.get(thread)
+    _waits[thread] = (what, next(_numbers))
     try:
         yield
     finally:
-        _waits[thread].remove(wait)
-        if not _waits[thread]:
+        if outer is None:
             del _waits[thread]
+        else:
+            _waits[thread] = outer
 
 
-def of_thread(thread: int) -> Wait | None:
+def of_thread(thread: int | None) -> Wait | None:
     """Return what a thread waits for: the innermost wait."""
-    return next(reversed(list(_waits.get(thread, ()))), None)
+    return _waits.get(thread or 0)
 
 
 def sleep_between_polls(begun: float) -> None:
@@ -81,7 +80,7 @@ class Activity(NamedTuple):
 
 def activity(pid: int, thread: int) -> Activity | None:
     """Return what a thread of a process does; None where that is not known, or it has ended."""
-    folder = _PROC / str(pid) / "task" / str(thread)
+    folder = Path(f"/proc/{pid}/task/{thread}")  # other systems have none
     with suppress(OSError, ValueError, IndexError):
         # The name comes before the last parenthesis, and may have any characters.
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
@@ -94,7 +93,7 @@ def activity(pid: int, thread: int) -> Activity | None:
 def threads(pid: int) -> set[int]:
     """Return the numbers of a process's threads; empty where they are not known."""
     with suppress(OSError):
-        return {int(task.name) for task in (_PROC / str(pid) / "task").iterdir()}
+        return {int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()}
     return set()
 
 
@@ -102,27 +101,19 @@ class OtherThreads:
     """Threads that Python would wait for at its end, such as one that writes a checkpoint."""
 
     def __init__(self) -> None:
-        self._last: dict[threading.Thread, tuple[Activity, float]] = {}
+        self._last: dict[threading.Thread, tuple[Activity | None, float]] = {}
 
     def are_busy(self) -> bool:
         """Return whether one of them has run of late; where nobody knows, whether there is one."""
-        now, before, busy = time.monotonic(), self._last, False
+        now, before = time.monotonic(), self._last
         self._last = {}
         for thread in threading.enumerate():
-            if (
-                thread.daemon
-                or thread is threading.main_thread()
-                or thread.name.startswith("hvd_pipe")  # ours wait for other ranks
-                or of_thread(thread.ident or 0) is not None
-            ):
-                continue
-            current = activity(os.getpid(), thread.native_id or 0)
-            if current is None:
-                busy = True
-                continue
-            last, ran = before.get(thread, (None, now))
-            if current != last or current.works:
-                ran = now
-            self._last[thread] = current, ran
-            busy = busy or now - ran < QUIET_S
-        return busy
+            # One that waits for other ranks, as all of ours do, has nothing to finish.
+            waits = thread.name.startswith("hvd_pipe") or of_thread(thread.ident) is not None
+            if not (thread.daemon or waits or thread is threading.main_thread()):
+                current = activity(os.getpid(), thread.native_id or 0)
+                last, ran = before.get(thread, (None, now))
+                if current is None or current.works or current != last:
+                    ran = now
+                self._last[thread] = current, ran
+        return any(now - ran < QUIET_S for _, ran in self._last.values())
