@@ -211,7 +211,9 @@ class BucketSet:
     @property
     def compares(self) -> bool:
         """Whether this rank has reported what all ranks must compare after this round."""
-        return bool(self._local_flags.changed or self._local_flags.frozen or self._local_flags.sparse)
+        return bool(
+            self._local_flags.changed or self._local_flags.frozen or self._local_flags.sparse
+        )
 
     @property
     def is_whole(self) -> bool:
