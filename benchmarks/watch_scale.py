@@ -71,6 +71,9 @@ class Seen:
     def status(self) -> Status:
         return Status(waits=True, since_s=1.0)
 
+    def is_gone(self) -> bool:
+        return False
+
     def end(self, text: str) -> None:
         """Live on."""
 
@@ -139,11 +142,10 @@ class Others:
         return time.monotonic()
 
     def leave(self, _: None) -> float:
-        """End all, in order; return when all of them know that others have."""
+        """End all; return when all know of one that has left, but for that one."""
         for heart in self.hearts.values():
             heart.leave()
-        _, *others = self.hearts.values()
-        while any(heart._left is None for heart in others):
+        while sum(heart._left is None for heart in self.hearts.values()) > 1:
             time.sleep(0.01)
         return time.monotonic()
 

@@ -76,25 +76,27 @@ def execute(
     steady: tuple[float, float] | None = None
 
     recorder.in_pipeline = recorder.is_on
-    for at, step in enumerate(program):
-        begun = clock()
-        if at == first_backward:
-            steady = begun, times.compute_s
-        category = worker.carry_out(at, step)
-        ended = clock()
-        if category in {"forward", "backward", "update"}:
-            times.compute_s += ended - begun
-        if at == last_forward and steady is not None:
-            times.steady_s = ended - steady[0]
-            times.steady_compute_s = times.compute_s - steady[1]
-        if isinstance(step, Backward):
-            times.backward_ends.append(ended - began)
-            if progress is not None:
-                progress()
-        if recorder.is_on:
-            name = f"{_WORDS.get(type(step), category)} {_name(step, cut)}"
-            recorder.record_external(category, name, begun)
-    recorder.in_pipeline = False
+    try:
+        for at, step in enumerate(program):
+            begun = clock()
+            if at == first_backward:
+                steady = begun, times.compute_s
+            category = worker.carry_out(at, step)
+            ended = clock()
+            if category in {"forward", "backward", "update"}:
+                times.compute_s += ended - begun
+            if at == last_forward and steady is not None:
+                times.steady_s = ended - steady[0]
+                times.steady_compute_s = times.compute_s - steady[1]
+            if isinstance(step, Backward):
+                times.backward_ends.append(ended - began)
+                if progress is not None:
+                    progress()
+            if recorder.is_on:
+                name = f"{_WORDS.get(type(step), category)} {_name(step, cut)}"
+                recorder.record_external(category, name, begun)
+    finally:
+        recorder.in_pipeline = False
     transport.flush()
     times.total_s = clock() - began
     return times

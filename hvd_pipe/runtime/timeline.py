@@ -55,7 +55,8 @@ class PendingOperation:
 
     def complete(self) -> None:
         """Note that the message has arrived, unless that is known."""
-        self.recorder.completed(self)
+        if self.recorder.is_on:
+            self.recorder.completed(self)
 
 
 class Recorder:
@@ -121,7 +122,7 @@ class Recorder:
 
     def end_step(self) -> None:
         """Close a step that an optimizer has made."""
-        if not self.in_pipeline:
+        if self.is_on and not self.in_pipeline:
             self.next_step()
 
     def next_step(self) -> None:

@@ -177,32 +177,33 @@ def test_a_process_set(n: int) -> None:
     np.testing.assert_array_equal(arrays(flat), wanted)
 
 
-SHARED = Shape(Int8(error_feedback=True), 3000, 3)
+def step_values(rank: int, step: int, shape: Shape) -> torch.Tensor:
+    return torch.roll(values(rank, shape), 17 * step)[: shape.numel]
 
 
-def step_values(rank: int, step: int) -> torch.Tensor:
-    return torch.roll(values(rank, SHARED), 17 * step)[: SHARED.numel]
-
-
+@pytest.mark.parametrize(
+    "codec", [Int8(error_feedback=True), BF16(error_feedback=True)], ids=["int8", "bf16"]
+)
 @JOBS
-def test_two_exchanges_share_a_feedback(n: int) -> None:
+def test_two_exchanges_share_a_feedback(n: int, codec: Codec) -> None:
     """Two buffers in turn, two steps in flight."""
-    flats = [torch.zeros(SHARED.numel) for _ in range(2)]
+    shape = Shape(codec, 3000, 3)
+    flats = [torch.zeros(shape.numel) for _ in range(2)]
     feedback = Feedback.of(flats[0])
     exchanges = [
-        CompressedAllReduce(Reduction(), flat, f"shared.{i}", SHARED.codec, feedback=feedback)
+        CompressedAllReduce(Reduction(), flat, f"shared.{i}", codec, feedback=feedback)
         for i, flat in enumerate(flats)
     ]
-    lost = np.zeros((n + 1, SHARED.numel), F32)
+    lost = np.zeros((n + 1, shape.numel), F32)
     steps = 6
     for step in range(steps + 1):
         if step < steps:
-            flats[step % 2].copy_(step_values(hvd.rank(), step))
+            flats[step % 2].copy_(step_values(hvd.rank(), step, shape))
             exchanges[step % 2].launch()
         if step > 0:
             exchanges[(step - 1) % 2].wait()
-            mine = [step_values(rank, step - 1).numpy() for rank in range(n)]
-            wanted = emulated(SHARED.codec, mine, lost=lost)
+            mine = [step_values(rank, step - 1, shape).numpy() for rank in range(n)]
+            wanted = emulated(codec, mine, lost=lost)
             np.testing.assert_array_equal(flats[(step - 1) % 2].numpy(), wanted)
     np.testing.assert_array_equal(feedback.sent.numpy(), lost[hvd.rank()])
     # Every rank keeps its own slice's residual, and zeros outside.

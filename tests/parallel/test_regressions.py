@@ -296,3 +296,32 @@ def test_a_state_that_one_rank_alone_has_loaded(
             train(model, optimizer, range(step, step + 1))
         optimizer.synchronize()
     hvd.shutdown()  # as a rank that ends; the other may wait for it
+
+
+@pytest.mark.parametrize("strategy", REFUSING)
+def test_training_goes_on_after_a_refused_step(strategy: str) -> None:
+    """After that error every call was refused for ever.
+
+    Gradients are changed too early, by tensors that share their memory, which are not pending;
+    all ranks go back to a state.
+    """
+    model, optimizer = wrapped(strategy=strategy)
+    kept: list[torch.Tensor] = []
+    said = ""
+    for step in range(STEPS):
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        if step == 3:
+            torch._foreach_mul_(kept, 0.5)
+        try:
+            optimizer.step()
+        except HvdPipeError as error:
+            said = str(error)
+            optimizer.load_state_dict(state)
+        if step < 3:
+            kept += [p.grad.detach() for p in model.parameters() if p.grad is not None]
+    assert "was changed while it was being sent" in said
+    optimizer.synchronize()
+    assert_equal_on_ranks(weights_of(model))
+    assert not np.array_equal(weights_of(model), weights_of(make_model()))

@@ -202,6 +202,9 @@ def test_it_builds_for_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert features_here() == Features("2.4.1", "2.16.2")
     assert features_here("torch", mpi=False) == Features("2.4.1", None, mpi=False)
     assert features_here("tensorflow").tensorflow == "2.16.2"
+    environment = recipe.build_environment(Features("2.13.0", None, mpi=False), ROOT)
+    wanted = ("WITHOUT_MPI", "WITH_GLOO", "WITH_PYTORCH", "WITHOUT_TENSORFLOW", "WITHOUT_MXNET")
+    assert all(environment.get(f"HOROVOD_{name}") == "1" for name in wanted)
     del found["torch"]
     alone = features_here()
     assert (alone, alone.cxx_standard) == (Features(None, "2.16.2"), 17)

@@ -195,6 +195,15 @@ def test_a_stopped_rank_is_left_alone_where_the_others_have_only_finished(rank: 
         assert rank.process.poll() is None
 
 
+def test_a_rank_whose_process_is_killed_goes_on_and_counts_as_lost(rank: Rank) -> None:
+    os.kill(rank.child, signal.SIGKILL)
+    with pytest.raises(AssertionError, match="the connection is closed"):
+        rank.hear(lambda status: status.left)
+    rank.do("print('goes on', flush=True)")
+    while "goes on" not in rank.printed():
+        assert rank.process.poll() is None
+
+
 def test_a_thread_that_keeps_the_lock_still_counts_as_busy(rank: Rank) -> None:
     """A writer that pickled a large checkpoint let no other thread run, and so counted as idle.
 
@@ -235,7 +244,7 @@ def test_a_terminal_that_takes_nothing_does_not_hold_up_the_small_process(rank: 
     rank.hear(lambda status: status.busy)
     rank.do("os.write(2, b'x' * 65536)")  # as much as a pipe holds
     rank.tell(loss=LOST)  # it waits for the busy thread, and says so
-    for _ in range(10):
+    for _ in range(4):  # it waits for no longer than its limit
         rank.hear()
     assert rank.process.poll() is None
 

@@ -229,6 +229,39 @@ def test_fragments_bear_more() -> None:
     assert outer == pytest.approx([0.0025, 0.080, 0.972, 2.028], abs=6e-4)
 
 
+def coupled_radius(method: CoCoD, rate: float, momentum: float, hessian: Any) -> float:
+    """Of a period, on what a replica of many weights differs by; weight i is of fragment i % P."""
+    size = len(hessian)
+    eye, fragment_of = np.eye(size), np.arange(size) % method.fragments
+    step = np.block([[eye - rate * hessian, -momentum * eye], [rate * hessian, momentum * eye]])
+    turn, whole = np.linalg.matrix_power(step, method.turn), np.eye(2 * size)
+    for fragment in range(method.fragments):
+        sent = np.concatenate([fragment_of == fragment, np.zeros(size, bool)])
+        whole = (turn - np.diag(sent)) @ whole
+    return float(np.abs(np.linalg.eigvals(whole)).max())
+
+
+@pytest.mark.parametrize(
+    ("period", "fragments", "momentum", "lowest"),
+    [(4, 4, 0.5, 0.92), (8, 4, 0.9, 0.95)],
+)
+def test_curvature_that_couples_fragments_can_lower_their_limit_a_little(
+    period: int, fragments: int, momentum: float, lowest: float
+) -> None:
+    """The limit is one weight's, whose fragment is alone; docs/cocod.md says how far it holds."""
+    method = CoCoD(period=period, fragments=fragments)
+    limit, random = stable_rate(method, momentum), np.random.default_rng(1)
+    lowest_seen = 2.0
+    for _ in range(30):
+        factor = random.standard_normal((2 * fragments, 1 + random.integers(2 * fragments)))
+        hessian = factor @ factor.T / np.linalg.norm(factor, 2) ** 2  # its largest eigenvalue is 1
+        shares = np.arange(0.6, lowest_seen, 0.02)
+        radii = (coupled_radius(method, share * limit, momentum, hessian) for share in shares)
+        found = (share for share, r in zip(shares, radii, strict=True) if r > 1 + 1e-9)
+        lowest_seen = min(lowest_seen, next(found, 2.0))
+    assert 0.85 < lowest_seen <= lowest
+
+
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, float("nan")])
 def test_bad_momentum(momentum: float) -> None:
     with pytest.raises(ValueError, match=r"from 0 to below 1"):

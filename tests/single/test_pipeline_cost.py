@@ -372,6 +372,9 @@ def test_gnmt_reaches_its_plan() -> None:
     again = simulate_partition(found, GNMT, many, minibatches=560)
     assert found.period_s / again.period_s >= REACHED
     assert again.period_s <= 0.0260
+    asked = Planner(GNMT, many, "stash").best(found.replicas)
+    assert asked.replicas == found.replicas
+    assert asked.simulated_s == pytest.approx(found.simulated_s, rel=0.01)
 
 
 def test_the_plan_is_the_fastest_as_it_runs() -> None:

@@ -185,6 +185,10 @@ class Rank:
         since = self._rested if asleep else self._reported
         return replace(self._status, waits=asleep, since_s=now - since)
 
+    def is_gone(self) -> bool:
+        """Whether it has ended: a process that it has forked may keep the connection open."""
+        return os.getppid() != self._pid
+
     def end(self, text: str) -> None:
         """Have the rank end itself; end it from here where it has not done so by the next beat."""
         if self._told_to_end:
@@ -253,6 +257,8 @@ class Watcher:
                 self._send()  # once, where many leave
             self._explain()
             if time.monotonic() >= due:
+                if self._rank.is_gone():
+                    return
                 due = time.monotonic() + self.beat_s
                 self._beat()
                 self._judge()
@@ -349,7 +355,7 @@ class Watcher:
             left = link.rank if link.status.left else message["left"]
             if self._left is None and left != self.me:
                 self._left = left
-            if link.rank == FIRST:
+            if link.rank == FIRST and not link.status.stopped:  # or it would hide its own
                 silence = message["silence"]
                 self._silence = silence if silence and silence[1] != self.me else None
 

@@ -205,6 +205,7 @@ class Watch:
         try:
             self._ask(names)
         except OSError as error:
+            self.tell({"left": True})  # it must not look like a rank that is lost
             self._give_up(repr(error))
             return
         self._control.settimeout(beat_s(len(names), self.limit_s))
@@ -274,7 +275,7 @@ class Watch:
         try:
             while not self._stopped:
                 self.tell({"status": asdict(self.status())})
-                if not threading.main_thread().is_alive():  # Python waits for other threads
+                if _is_ending():
                     self.explain(asks=False)
                 with suppress(TimeoutError):
                     word = self._control.recv(1)
@@ -294,6 +295,18 @@ class Watch:
     def _give_up(self, why: str) -> None:
         self.close()
         say(f"rank {self.rank} can no longer hear of others: {why}")
+
+
+def _is_ending() -> bool:
+    """Whether Python waits for threads at its end; it waits for those of pools in main's name."""
+    main = threading.main_thread()
+    frame = sys._current_frames().get(main.ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return (frame is not None and frame.f_code is _SHUTDOWN.__code__) or not main.is_alive()
+
+
+_SHUTDOWN = threading._shutdown  # type: ignore[attr-defined]
 
 
 def module_of(frame: FrameType) -> str:

@@ -251,7 +251,7 @@ class BucketSet:
         else:
             self._fill(index, view, gradient)
             if gradient.is_sparse and index not in sparse.known:
-                sparse.unannounced[index] = gradient
+                sparse.unannounced[index] = gradient.detach()
         if bucket.fill():
             timeline.active.ready(bucket.name)
             if bucket is not self.buckets[-1]:
@@ -287,7 +287,9 @@ class BucketSet:
             parameter = self.parameters[index]
             if parameter.grad is None and parameter.requires_grad:
                 view.zero_()
-                shown[index] = parameter.grad = self.shown(index)
+                is_sparse = index in self.as_dense  # on all ranks
+                zeros = _sparse(parameter, None) if is_sparse else self.shown(index)
+                shown[index] = parameter.grad = zeros
         return shown
 
     def _poison_free(self) -> None:
@@ -627,7 +629,8 @@ def gradients_of(buckets: BucketSet) -> list[torch.Tensor | None]:
     """Return a copy of each gradient as the last `BucketSet.wait` has left it."""
     gradients: list[torch.Tensor | None] = [None] * len(buckets.parameters)
     for index, (_, view) in buckets.slots.items():
-        gradients[index] = None if index in buckets.frozen else view.clone()
+        value = view.to_sparse() if index in buckets.as_dense else view.clone()
+        gradients[index] = None if index in buckets.frozen else value
     for index, gathered in buckets.sparse.gathered.items():
         gradients[index] = gathered.clone()
     return gradients
@@ -654,7 +657,9 @@ def restore_gradients(buckets: BucketSet, gradients: Sequence[torch.Tensor | Non
                 view.zero_()
                 buckets.frozen.add(index)
             else:
-                view.copy_(gradient)
+                if gradient.is_sparse:  # all ranks load the same
+                    buckets.sparse.known.add(index)
+                view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
 def residuals_of(buckets: BucketSet) -> Residuals:

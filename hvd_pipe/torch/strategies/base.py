@@ -375,7 +375,8 @@ class Engine(abc.ABC):
         self.send()
         self.current.wait()
         for index, parameter in enumerate(self.settings.parameters):
-            if self.current.holds(index):  # other ranks' gradients, where this one had none
+            # Other ranks' gradients, where this one had none.
+            if self.current.holds(index) or index in self.current.as_dense:
                 parameter.grad = None
         self.current.end_round()
         self.abandon()

@@ -123,7 +123,9 @@ class CoCoDEngine(Engine):
             groups = settings.index.default_groups(range(len(settings.names)))
             # Sparse gradients that travel by themselves know no weights, and go as dense ones.
             as_dense = settings.sparse_as_dense or bool(reduction.weights)
-            settings = replace(settings, reduction=reduction, sparse_as_dense=as_dense)
+            settings = replace(
+                settings, reduction=reduction, sparse_as_dense=as_dense, known_as_dense=set()
+            )
             self.current = BucketSet(settings, groups, tag)
 
     def position(self) -> Description:
