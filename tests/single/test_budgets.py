@@ -68,7 +68,7 @@ ROOMS = {
     "cli": Room(("hvd_pipe/cli",), PYTHON, Size(13, 2470, 1790, 110, 470)),
     "pipeline": Room(("hvd_pipe/pipeline",), PYTHON, Size(13, 2400, 1490, 160, 300)),
     "planning": Room(("hvd_pipe/planning",), PYTHON, Size(23, 7490, 4620, 340, 1220)),
-    "runtime": Room(("hvd_pipe/runtime",), PYTHON, Size(18, 2850, 1720, 200, 460)),
+    "runtime": Room(("hvd_pipe/runtime",), PYTHON, Size(18, 2870, 1730, 200, 470)),
     "tensorflow": Room(("hvd_pipe/tensorflow",), PYTHON, Size(36, 7140, 4310, 470, 1180)),
     "tensorflow/pipedream": Room(
         ("hvd_pipe/tensorflow/pipedream",), PYTHON, Size(8, 1680, 1050, 110, 270)
