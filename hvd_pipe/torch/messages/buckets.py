@@ -148,7 +148,7 @@ class BucketSet:
         self._reduction, self._last_frozen = settings.reduction, settings.frozen
         self._tag = f"{settings.tag}.{suffix}"
         self.sparse = SparseGradients(settings, self._tag)
-        alone = self.sparse.alone
+        alone, self.as_dense = self.sparse.alone, self.sparse.in_buckets
         dense = [[index for index in group if index not in alone] for group in groups]
         dense = [group for group in dense if group] or [[]]
         self.buckets: list[Bucket] = []
@@ -192,11 +192,6 @@ class BucketSet:
     def stale(self) -> bool:
         """Whether buckets hold room for gradients that are known to be sparse by now."""
         return any(index in self.slots for index in self.sparse.alone)
-
-    @property
-    def as_dense(self) -> set[int]:
-        """Indices of the gradients that some rank knows as sparse, and that travel as dense."""
-        return self.sparse.known if self.sparse.as_dense else set()
 
     @property
     def last_message(self) -> Message:
@@ -519,16 +514,15 @@ class SparseGradients:
         self._parameters, self._reduction, self._tag = settings.parameters, settings.reduction, tag
         self.as_dense = settings.sparse_as_dense
         self.known = settings.known_as_dense if self.as_dense else settings.sparse
+        self.alone: set[int] = set() if self.as_dense else self.known
+        """Of these, the indices of the gradients that are in no bucket."""
+        self.in_buckets: set[int] = self.known if self.as_dense else set()
+        """Of these, the indices of the gradients that travel as dense ones."""
         self._gathers: dict[int, _Gather] = {}
         self.unannounced: dict[int, torch.Tensor] = {}
         """This rank's gradients that other ranks do not know to be sparse, by index."""
         self.gathered: dict[int, torch.Tensor] = {}
         """The reduced gradients, by index."""
-
-    @property
-    def alone(self) -> set[int]:
-        """Indices of the gradients that are in no bucket."""
-        return set() if self.as_dense else self.known
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Register a gradient of this rank; send it if all ranks know it to be sparse."""
