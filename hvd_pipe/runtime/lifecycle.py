@@ -1,4 +1,4 @@
-"""What belongs to one set of workers, from Horovod's start to its end: it ends for all at once.
+"""The state that lasts from Horovod's start to its end, and is dropped when Horovod shuts down.
 
     begin()             before all else: from here on, Horovod's joins and its end are seen
     note(item)          what is distributed; it outlives the workers, and starts anew on the next

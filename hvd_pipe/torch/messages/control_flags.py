@@ -3,9 +3,9 @@
 The bucket that is sent last ends in one element a flag. A rank sends zeros and ones, and reads
 their means over the ranks.
 
-`drains` and `stepped` distinguish ranks that have gone apart from ranks with unlike data. A rank
-that drains alone makes no step after that round, where the others do; in the next round all ranks
-know.
+`drains` and `stepped` tell ranks that have gone apart from ranks that only have unlike data. Where
+one rank alone drains, it makes no step after that round, and the others do: the next round's
+`stepped` says so to all ranks.
 
 `changed` reports that a rank has changed gradients between ``backward()`` and ``step()`` in a way
 that makes replicas differ where one rank alone does it. All ranks compare their `Changes` after

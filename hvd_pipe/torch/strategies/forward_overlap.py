@@ -170,7 +170,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
             self._apply({self._bucket_of[index] for index in indices})
 
     def _settling(self, gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
-        """After ``step()``, update with the gradient's bucket, unless it is only cleared."""
+        """After ``step()``, apply the bucket of a gradient that is read, not of a cleared one."""
         if not self._deferred:
             super()._settling(gradient, func, args)
         elif func in _CLEARS:  # zero_grad() of all gradients should not wait
