@@ -359,7 +359,7 @@ def _cut(shapes: Shapes, fragment_of: Sequence[int]) -> list[list[list[int]]]:
     """Return for each fragment the indices of its variables, by dtype."""
     return [
         shapes.dtype_groups([i for i, own in enumerate(fragment_of) if own == fragment])
-        for fragment in range(max(fragment_of, default=0) + 1)
+        for fragment in range(max(fragment_of, default=-1) + 1)
     ]
 
 
@@ -374,7 +374,7 @@ class CoCoDEngine(Engine):
         shapes = settings.shapes
         self._turn, self._count = strategy.turn, strategy.fragments
         self._warmup_steps = strategy.warmup_steps
-        # A model without a gradient that travels has no tensors, and is one fragment.
+        # A model whose variables are all local has no fragment, and sends nothing.
         self._fragment_of = [0] * len(shapes)
         if self._count > 1:
             self._fragment_of = assign_fragments(shapes.nbytes, self._count)
