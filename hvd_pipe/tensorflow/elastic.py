@@ -95,7 +95,7 @@ class TensorFlowState(ObjectState):  # type: ignore[misc]
     def sync(self) -> None:
         """Have all ranks go on from rank 0's state; each keeps its own random numbers."""
         with _failures():
-            shared = [each for each in self.variables if each.name != "seed_generator_state"]
+            shared = [v for v in self.variables if v.name != "seed_generator_state"]
             broadcast_variables(shared, root_rank=0)
             inherit(_of_first(_in_flight()))
             self._keep()

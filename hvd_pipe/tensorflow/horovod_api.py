@@ -71,8 +71,8 @@ def broadcast_variables(
 
     def values() -> list[tf.Tensor]:
         results = []
-        for i, each in enumerate(raws):
-            value, name = each.read_value(), f"{tag}.{i}"
+        for i, variable in enumerate(raws):
+            value, name = variable.read_value(), f"{tag}.{i}"
             odd = value.dtype == tf.bfloat16  # which Horovod does not know
             wire = tf.bitcast(value, tf.int16) if odd else value
             arrived = broadcast(wire, root_rank, name, True, process_set)
@@ -82,7 +82,7 @@ def broadcast_variables(
     send = values
     if at_once:  # in a graph all are under way at once; calls of it are not counted
         send = tf.function(values, autograph=False).get_concrete_function()
-    assigned = [each.assign(value) for each, value in zip(raws, send(), strict=True)]
+    assigned = [variable.assign(value) for variable, value in zip(raws, send(), strict=True)]
     return None if at_once else tf.group(assigned)
 
 

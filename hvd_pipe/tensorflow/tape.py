@@ -81,7 +81,7 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
         described = [_described(source) for source in sources]
         here = [identity(source) in self._hvd_pipe_local for source in sources]
         pairs = zip(described, here, strict=True)
-        local = {identity(each) for each, is_local in pairs if is_local}
+        local = {identity(source) for source, is_local in pairs if is_local}
         key = sources_key(described)
         turn = 0
         if isinstance(self._hvd_pipe.method, PipeSGD):
@@ -241,7 +241,7 @@ def drain_gradients(sources: Any) -> Any:
 
             def add(due: Gradients, session: Session = session) -> None:
                 nonlocal total
-                zeros = [tf.zeros(each.shape, each.dtype) for each in session.variables]
+                zeros = [tf.zeros(v.shape, v.dtype) for v in session.variables]
                 gradients = session.incoming(due, zeros)
                 before = total or [0] * len(gradients)
                 total = [a + b for a, b in zip(before, gradients, strict=True)]

@@ -125,7 +125,7 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
         self.broadcast_done = False
         self._generation = workers.generation()
         given = local_variables if isinstance(local_variables, list | tuple) else [local_variables]
-        self._local = {identity(each) for each in given if each is not None}
+        self._local = {identity(variable) for variable in given if variable is not None}
         self._sent: set[int] = set()
 
     @property
@@ -158,12 +158,12 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
             optimizers = optimizers_of(self.model)
             parts = [*self.model._flatten_layers(include_self=False)]
             is_built = self.model.built or bool(parts and all(part.built for part in parts))
-            built = [is_built, self.model.built, *(bool(each.built) for each in optimizers)]
+            built = [is_built, self.model.built, *(bool(opt.built) for opt in optimizers)]
             everyone = gather(built, "hvd_pipe.built", global_process_set)
             is_built, is_whole, *ready = map(all, zip(*everyone, strict=True))
             pairs = zip(optimizers, ready, strict=True)
             if is_built:
-                self._broadcast([each for each, is_ready in pairs if is_ready])
+                self._broadcast([optimizer for optimizer, is_ready in pairs if is_ready])
             self.broadcast_done = is_whole and all(ready)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -186,8 +186,8 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
         skipped = self._local | self._sent
         for optimizer in distributed:
             skipped |= optimizer._hvd_pipe_local
-            skipped |= {identity(each) for each in optimizer._hvd_pipe_local_slots()}
-        variables = [*self.model.variables, *(v for each in optimizers for v in each.variables)]
+            skipped |= {identity(slot) for slot in optimizer._hvd_pipe_local_slots()}
+        variables = [*self.model.variables, *(v for opt in optimizers for v in opt.variables)]
         shared = [
             variable
             for variable in variables
@@ -195,15 +195,15 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
         ]
         if not shared:
             return
-        self._sent |= {identity(each) for each in shared}
+        self._sent |= {identity(variable) for variable in shared}
         broadcast_variables(shared, self.root_rank)
         for optimizer in distributed:
             optimizer._hvd_pipe.agree()
 
 
 def _distributed(model: Any) -> list[Any]:
-    inner = [getattr(each, "inner_optimizer", each) for each in optimizers_of(model)]
-    return [each for each in inner if isinstance(each, DistributedMixin)]
+    inner = [getattr(opt, "inner_optimizer", opt) for opt in optimizers_of(model)]
+    return [opt for opt in inner if isinstance(opt, DistributedMixin)]
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -163,17 +163,17 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def _hvd_pipe_apply_own(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Apply what does not travel, alone; counters and moving averages stay."""
-        slots = {id(each) for each in slots_of(self, self._trainable_variables)}
+        slots = {id(slot) for slot in slots_of(self, self._trainable_variables)}
         every = [raw(variable) for variable in self.variables if id(variable) not in slots]
-        counters = [each for each in every if each.shape.rank == 0]
+        counters = [variable for variable in every if variable.shape.rank == 0]
         before = [counter.read_value() for counter in counters]
         averages, self.use_ema = self.use_ema, False  # type: ignore[has-type]
         try:
             self._hvd_pipe_apply_there(gradients, variables)
         finally:
             self.use_ema = averages
-        for each, value in zip(counters, before, strict=True):
-            each.assign(value)
+        for counter, value in zip(counters, before, strict=True):
+            counter.assign(value)
 
     def synchronize(self) -> None:
         """Finish what is in flight, on all ranks: at the end, before evaluating, before saving.
@@ -202,7 +202,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
                 pairs = zip(self._trainable_variables, means, strict=True)
                 local = self._hvd_pipe_local
                 session.engine.equalise(
-                    [mean for each, mean in pairs if identity(each) not in local]
+                    [mean for variable, mean in pairs if identity(variable) not in local]
                 )
         self._hvd_pipe_equalise_statistics()
 
@@ -241,7 +241,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
     def _hvd_pipe_local_slots(self) -> list[Any]:
         """Return this optimizer's variables for those that are local."""
         here, every = self._hvd_pipe_local, self._trainable_variables
-        return slots_of(self, [each for each in every if identity(each) in here])
+        return slots_of(self, [variable for variable in every if identity(variable) in here])
 
     @property
     def plan(self) -> Any:
