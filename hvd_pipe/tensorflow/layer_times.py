@@ -160,19 +160,19 @@ def measure_profile(
 ) -> ModelProfile:
     """Return what each layer of a Keras model costs; the model's variables keep their values.
 
-    Layers come in forward order, those of nested models as ``outer/inner``. A layer that is called
-    several times is there for each call (``dense``, ``dense#2``); its gradient is complete at the
-    first. Masks of Keras are not passed on between layers.
+    Layers come in forward order, those of nested models as ``outer/inner``. A layer that the model
+    calls several times has an entry for each call (``dense``, ``dense#2``), and its gradient is
+    complete at the first one. Masks of Keras are not passed on between layers.
 
     Args:
         model: Sequential, functional, or a subclassed one whose ``call`` uses Keras' layers and
             operations only. If it is compiled, its optimizer's update is measured, too.
-        inputs: What it is fed: a tensor for each of its inputs, the batch first.
-        loss: From the model's output to one number; None for the mean of the output.
+        inputs: One tensor for each input of the model; the first dimension is the batch.
+        loss: A function from the model's output to one number; None for the mean of the output.
         batch: Samples of a minibatch of one worker; the first size of the first input if None.
-        steps: Times that everything is measured; medians count.
-        skip: Times before that.
-        name: The model's, for people; its own if left out.
+        steps: How often each time is measured; the profile has the medians.
+        skip: Runs before these, which are not measured.
+        name: The model's name in the profile; its own name if left out.
 
     Raises:
         ValueError: A model whose layers cannot be told apart, or with nothing to train, a loss

@@ -63,9 +63,9 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """As Keras', distributed with the same arguments; all ranks must come here.
+        """As Keras', distributed with the same arguments; all ranks must call this.
 
-        Groups that are lists of variables are left out: they are of another model.
+        Groups that are lists of variables are left out: the variables are another model's.
         """
         plain = cls._hvd_pipe_plain.from_config(*args, **kwargs)
         return distribute(plain, cls._hvd_pipe_arguments)
@@ -176,7 +176,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             counter.assign(value)
 
     def synchronize(self) -> None:
-        """Finish what is in flight, on all ranks: at the end, before evaluating, before saving.
+        """Finish what is in flight; call it on all ranks before evaluating, saving or exit.
 
         Pipe-SGD applies its last gradient. CoCoD makes the replicas equal, and the statistics of
         BatchNormalization. ``model.fit`` calls this at its end.
@@ -229,7 +229,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         super().finalize_variable_values(var_list)
 
     def register_local_var(self, var: Any) -> None:
-        """Keep a variable's gradients on this worker, as Horovod's.
+        """Do not average a variable's gradients over the workers; as Horovod's method.
 
         Raises:
             HvdPipeError: Training has begun.
@@ -245,7 +245,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def plan(self) -> Any:
-        """The `hvd_pipe.Plan` in use under merged-gradient; None before training, and else."""
+        """The `hvd_pipe.Plan` in use; None before training, and under other strategies."""
         plans = [getattr(session.engine, "plan", None) for session in self._hvd_pipe]
         return plans[0] if plans else None
 
