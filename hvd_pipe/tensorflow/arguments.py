@@ -127,8 +127,8 @@ def shapes_of(variables: Sequence[Any]) -> Shapes:
     """Describe variables, Keras' or TensorFlow's; names that come twice are numbered."""
     names: list[str] = []
     counts: dict[str, int] = {}
-    for each in variables:
-        name = str(getattr(each, "path", each.name))
+    for variable in variables:
+        name = str(getattr(variable, "path", variable.name))
         count = counts[name] = counts.get(name, 0) + 1
         names.append(name if count == 1 else f"{name}#{count}")
     return Shapes(

@@ -71,10 +71,10 @@ class Replicas:
     def _compare(self, steps: tf.Tensor, gradients: Sequence[Any]) -> Any:
         values = [variable.read_value() for variable in self._variables]
         described = [*values, *gradients]
-        found = tf.numpy_function(_described, described, tf.float64, stateful=True)
-        found = tf.ensure_shape(found, [len(described), 2])
+        rows = tf.numpy_function(_described, described, tf.float64, stateful=True)
+        rows = tf.ensure_shape(rows, [len(described), 2])
         name, process_set = call_name(self._name), self._process_set
-        everyone = allgather(found[None], name, ignore_name_scope=True, process_set=process_set)
+        everyone = allgather(rows[None], name, ignore_name_scope=True, process_set=process_set)
         if tf.executing_eagerly():
             self._check(everyone.numpy(), steps.numpy())
             return tf.no_op()

@@ -73,7 +73,7 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
             return
         is_others = (head["rank"], head["size"]) != (rank(), size())
         if is_others:
-            arrays = {name: each for name, each in arrays.items() if f"/{RESIDUAL}" not in name}
+            arrays = {name: array for name, array in arrays.items() if f"/{RESIDUAL}" not in name}
         # A plan, and for how many workers it is, are the same on all ranks.
         names = [name for name in arrays if not name.endswith(("/plan", "/workers"))]
         if is_others and names:

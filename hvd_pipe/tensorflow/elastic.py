@@ -1,14 +1,14 @@
 """``hvd.elastic``: Horovod's elastic training, with something in flight, under Keras 3.
 
-Horovod's own words hold: `run` around the training function, a state for what all workers share,
-``state.commit()`` now and then. What becomes of what is in flight::
+Scripts are written as for Horovod: `run` decorates the training function, a state holds what all
+workers share, and ``state.commit()`` saves it now and then. Messages in flight::
 
-    hosts come or go     averages of the old workers are made of it, and go on
-    a worker fails       what was sent since the last commit is dropped, the commit is loaded on
-                         the workers that are left, every rank goes on from rank 0's
+    hosts come or go     the old workers average what is in flight, and the new ones go on with it
+    a worker fails       the workers that are left drop what was sent since the last commit, load
+                         that commit, and all go on from rank 0's state
 
 Either way graphs are traced anew, and every optimizer and tape gets a new engine, on the new
-workers; the residuals of error feedback are dropped on all ranks.
+workers; all ranks drop the residuals of error feedback.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _WORDS = ("Horovod", "hvd_pipe.tf.", "hvd_pipe.broadcast", "gloo")
 
 
 class TensorFlowState(ObjectState):  # type: ignore[misc]
-    """The state that workers share: variables, messages in flight, and numbers of the user.
+    """The state that workers share: variables, messages in flight, and values of the user.
 
     Args:
-        variables: Keras' or TensorFlow's; of the model and the optimizer, say.
+        variables: Keras' or TensorFlow's variables, such as those of the model and the optimizer.
         session: Accepted for Horovod's sake: TensorFlow 2 has none.
-        kwargs: More that workers share, by name; attributes of the state.
+        kwargs: The user's values, by name; they become attributes of the state.
 
     Raises:
         ValueError: There are no variables.
@@ -93,9 +93,9 @@ class TensorFlowState(ObjectState):  # type: ignore[misc]
         )
 
     def sync(self) -> None:
-        """Have all ranks go on from rank 0's state; each keeps its own random numbers."""
+        """Copy rank 0's state to all ranks; each keeps the state of its own random numbers."""
         with _failures():
-            shared = [each for each in self.variables if each.name != "seed_generator_state"]
+            shared = [v for v in self.variables if v.name != "seed_generator_state"]
             broadcast_variables(shared, root_rank=0)
             inherit(_of_first(_in_flight()))
             self._keep()
@@ -108,11 +108,11 @@ class TensorFlowState(ObjectState):  # type: ignore[misc]
 
 
 class TensorFlowKerasState(TensorFlowState):
-    """The state that workers share: a model, its optimizer, messages in flight, and user numbers.
+    """The state that workers share: a model, its optimizer, messages in flight, and user values.
 
     Args:
         model: A Keras model that has been built.
-        optimizer: Its optimizer, where it is not compiled into the model.
+        optimizer: The model's optimizer, if the model is not compiled with it.
         backend: Accepted for Horovod's sake.
         kwargs: As `TensorFlowState`.
 
@@ -145,9 +145,9 @@ class TensorFlowKerasState(TensorFlowState):
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a training function ``func(state, ...)``: it starts anew when workers change.
 
-    As Horovod's ``run``, whose rules hold: no collectives between ``hvd.init()`` and this. In an
-    elastic job optimizers and tapes send none before their first step, where ranks compare their
-    arguments.
+    As Horovod's ``run``, with the same rule: no collectives between ``hvd.init()`` and the call.
+    In an elastic job, optimizers and tapes send nothing before their first step, in which ranks
+    compare their arguments.
     """
     return elastic_run(func, _finish, horovod_api, _failures)
 

@@ -60,9 +60,9 @@ def check_graph() -> None:
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == _TRACER:
-            found = frame.f_locals.get("self")
-            if isinstance(found, _Function):
-                _traced.add(found)
+            function = frame.f_locals.get("self")
+            if isinstance(function, _Function):
+                _traced.add(function)
         frame = frame.f_back  # type: ignore[assignment]
 
 
@@ -82,16 +82,16 @@ def data_of_step() -> list[tf.Operation]:
     if tf.executing_eagerly():
         return []
     graph = ops.get_default_graph()
-    captured = {each.op for each in graph.internal_captures}
+    captured = {tensor.op for tensor in graph.internal_captures}
     kinds = ("Placeholder", "IteratorGetNext")
-    return [each for each in graph.get_operations() if each.type in kinds and each not in captured]
+    return [op for op in graph.get_operations() if op.type in kinds and op not in captured]
 
 
 def used_since(graph: Any, count: int, outer: Sequence[tf.Tensor]) -> list[int]:
     """Return which tensors from outside of a graph its operations use, but for the first ones."""
     later = set(graph.get_operations()[count:])
-    inside = {id(each): inner for each, inner in graph.captures}
-    handles = [inside.get(id(each)) for each in outer]
+    inside = {id(tensor): inner for tensor, inner in graph.captures}
+    handles = [inside.get(id(tensor)) for tensor in outer]
     return [
         index
         for index, handle in enumerate(handles)
@@ -145,9 +145,10 @@ def all_finite(values: Iterable[tf.Tensor]) -> tf.Tensor:
     return tf.reduce_all(tf.stack([tf.constant(True), *are_finite]))
 
 
-def raw(each: Any) -> Any:
+def raw(variable: Any) -> Any:
     """Return the ``tf.Variable`` of a Keras variable."""
-    return each.value if hasattr(each, "value") and not callable(each.value) else each
+    is_keras = hasattr(variable, "value") and not callable(variable.value)
+    return variable.value if is_keras else variable
 
 
 def identity(variable: Any) -> int:
@@ -163,8 +164,8 @@ def by_index(state: Arrays, begin: str) -> dict[int, Any]:
 
 def restore(variables: Mapping[str, tf.Variable], state: Arrays) -> None:
     """Give variables the arrays of their names; what is missing, or of other workers, is zero."""
-    for name, each in variables.items():
+    for name, variable in variables.items():
         saved = state.get(name)
-        if saved is None or tuple(saved.shape) != tuple(each.shape):
-            saved = np.zeros(each.shape)
-        each.assign(saved.astype(each.dtype.as_numpy_dtype))
+        if saved is None or tuple(saved.shape) != tuple(variable.shape):
+            saved = np.zeros(variable.shape)
+        variable.assign(saved.astype(variable.dtype.as_numpy_dtype))

@@ -19,10 +19,10 @@ from hvd_pipe.tensorflow.graphs import call_name, raw
 def init(*args: Any, **kwargs: Any) -> Any:
     """Initialise Horovod, with its own fusion of messages off unless the user has set it.
 
-    Our buckets are merged already; fusing them again would copy every byte twice more. Set
-    ``HOROVOD_FUSION_THRESHOLD`` (bytes) to have it back. Where Horovod sums on the CPU, Open MPI
-    lets others have the processor while it waits: computing needs it
-    (``OMPI_MCA_mpi_yield_when_idle=0`` has it poll). Arguments as Horovod's ``init``.
+    hvd_pipe's buckets are merged already; fusing them again would copy every byte twice more. Set
+    ``HOROVOD_FUSION_THRESHOLD`` (bytes) to turn fusion on. Where Horovod sums on the CPU, Open MPI
+    yields the processor while it waits, as the computation needs it; with
+    ``OMPI_MCA_mpi_yield_when_idle=0`` it polls. The arguments are those of Horovod's ``init``.
 
     Raises:
         HvdPipeError: Horovod was shut down in this process and cannot start again here.
@@ -53,7 +53,7 @@ def broadcast_variables(
 
     Args:
         variables: Keras' or TensorFlow's, in the same order on all ranks.
-        root_rank: Whose values count.
+        root_rank: The rank that sends its values.
         process_set: The ranks that take part.
         inplace: Accepted for Horovod's sake.
 
@@ -71,8 +71,8 @@ def broadcast_variables(
 
     def values() -> list[tf.Tensor]:
         results = []
-        for i, each in enumerate(raws):
-            value, name = each.read_value(), f"{tag}.{i}"
+        for i, variable in enumerate(raws):
+            value, name = variable.read_value(), f"{tag}.{i}"
             odd = value.dtype == tf.bfloat16  # which Horovod does not know
             wire = tf.bitcast(value, tf.int16) if odd else value
             arrived = broadcast(wire, root_rank, name, True, process_set)
@@ -82,15 +82,15 @@ def broadcast_variables(
     send = values
     if at_once:  # in a graph all are under way at once; calls of it are not counted
         send = tf.function(values, autograph=False).get_concrete_function()
-    assigned = [each.assign(value) for each, value in zip(raws, send(), strict=True)]
+    assigned = [variable.assign(value) for variable, value in zip(raws, send(), strict=True)]
     return None if at_once else tf.group(assigned)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Broadcast the variables of a graph of TensorFlow 1's; else nothing knows all variables.
+    """Broadcast all variables of a graph of TensorFlow 1; TensorFlow 2 has no list of all.
 
     Raises:
-        RuntimeError: Not in such a graph; with what to write.
+        RuntimeError: This is no such graph; the message says what to write.
     """
     if not tf.executing_eagerly() and not tf.inside_function():
         return _horovod.broadcast_global_variables(root_rank)
@@ -102,7 +102,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 def grouped_allreduce(tensors: Sequence[Any], *args: Any, **options: Any) -> list[Any]:
-    """As Horovod's, whose group must be all dense or all sparse: here both may come together.
+    """As Horovod's, except that one group may have dense and sparse tensors.
 
     Args:
         tensors: Tensors and ``tf.IndexedSlices``.
@@ -138,7 +138,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """As Horovod's; within a ``tf.function`` at once, while that is traced.
+    """As Horovod's; within a ``tf.function`` the objects travel at once, while it is traced.
 
     Example:
         >>> import hvd_pipe.tensorflow as hvd
@@ -167,7 +167,7 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """As Horovod's; within a ``tf.function`` at once, while that is traced."""
+    """As Horovod's; within a ``tf.function`` the objects travel at once, while it is traced."""
     with tf.init_scope():
         objects: list[Any] = _functions.allgather_object(obj, session, name, process_set)
         return objects
@@ -179,7 +179,7 @@ def BroadcastGlobalVariablesHook(  # noqa: N802 - Horovod's name
     """Refuse: hooks are for estimators, which TensorFlow no longer has.
 
     Raises:
-        RuntimeError: Always, with what to write.
+        RuntimeError: Always; the message says what to write.
     """
     raise RuntimeError(
         "hvd.BroadcastGlobalVariablesHook() is for tf.estimator, which TensorFlow 2.16 and newer "

@@ -59,10 +59,10 @@ def _is_of_keras(model: Any) -> bool:
 def optimizers_of(model: Any) -> list[Any]:
     """Return the optimizer that a model was compiled with, and those in its attributes."""
     values = [getattr(model, "optimizer", None)]  # none before `compile`
-    for each in vars(model).values():
-        parts = each.values() if isinstance(each, dict) else each
-        values += parts if isinstance(each, list | tuple | dict) else [each]
-    unique = {id(each): each for each in values if isinstance(each, keras.optimizers.Optimizer)}
+    for attribute in vars(model).values():
+        parts = attribute.values() if isinstance(attribute, dict) else attribute
+        values += parts if isinstance(attribute, list | tuple | dict) else [attribute]
+    unique = {id(v): v for v in values if isinstance(v, keras.optimizers.Optimizer)}
     return list(unique.values())
 
 
@@ -126,26 +126,26 @@ def _prepared(fit: Callable[..., Any]) -> Callable[..., Any]:
             bound = inspect.signature(fit).bind(self, *args, **kwargs).arguments
             given = bound.get("callbacks", kwargs.get("callbacks"))  # another may have wrapped fit
             given = getattr(given, "callbacks", given)
-            for each in given if isinstance(given, list | tuple) else [given]:
-                _refuse_keras_2(each)
-            is_ready = _is_of_keras(self) and all(each.built for each in self._flatten_layers())
+            for callback in given if isinstance(given, list | tuple) else [given]:
+                _refuse_keras_2(callback)
+            is_ready = _is_of_keras(self) and all(layer.built for layer in self._flatten_layers())
             if is_ready and not self.optimizer.built:
                 build(self.optimizer, self.trainable_weights)
         elif getattr(self, "optimizer", None) is not None:
             _warn_of_plain(self)
-        distributed = [each for each in map(_distributed, optimizers_of(self)) if each is not None]
-        for each in distributed:
-            each._hvd_pipe.fit_ended = False
+        distributed = [opt for opt in map(_distributed, optimizers_of(self)) if opt is not None]
+        for optimizer in distributed:
+            optimizer._hvd_pipe.fit_ended = False
         try:
             return fit(self, *args, **kwargs)
         finally:  # also after an exception, of a callback as `fit` ends, say
-            for each in distributed:
-                if each._hvd_pipe.watcher is not None:
-                    each._hvd_pipe.watcher.takes(None)
-                if each._hvd_pipe.fit_ended:
-                    unlike = [session.end_fit() for session in each._hvd_pipe]
+            for optimizer in distributed:
+                if optimizer._hvd_pipe.watcher is not None:
+                    optimizer._hvd_pipe.watcher.takes(None)
+                if optimizer._hvd_pipe.fit_ended:
+                    unlike = [session.end_fit() for session in optimizer._hvd_pipe]
                     if any(unlike):
-                        each.synchronize()
+                        optimizer.synchronize()
 
     return fitted
 
@@ -171,13 +171,13 @@ def _refuse_keras_2(callback: Any) -> None:
 
 def _over_ranks(moments: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(moments)
-    def found(self: Any, inputs: Any, mask: Any) -> Any:
+    def moments_over_ranks(self: Any, inputs: Any, mask: Any) -> Any:
         if self.synchronized and is_initialized() and not tf.distribute.has_strategy():
             return moments_of_all(self, inputs, mask)
         trained_models[self._get_call_context().entry_layer] = None  # the outermost layer
         return moments(self, inputs, mask)
 
-    return found
+    return moments_over_ranks
 
 
 class Patch(NamedTuple):
@@ -241,5 +241,5 @@ PATCHES = (
 @functools.cache
 def install() -> None:
     """Make all patches, once a process."""
-    for each in PATCHES:
-        setattr(each.owner, each.name, each.wrap(getattr(each.owner, each.name)))
+    for patch in PATCHES:
+        setattr(patch.owner, patch.name, patch.wrap(getattr(patch.owner, patch.name)))

@@ -49,7 +49,7 @@ def _functional(model: Any, inputs: Sequence[tf.Tensor]) -> Functional:
             model.build((None, *inputs[0].shape[1:]))
         if model._functional is not None:
             return model._functional
-    symbolic = [keras.Input(batch_shape=each.shape, dtype=each.dtype.name) for each in inputs]
+    symbolic = [keras.Input(batch_shape=x.shape, dtype=x.dtype.name) for x in inputs]
     try:
         # Keras builds what it can, then takes down which layers `call` uses.
         model(inputs[0] if len(inputs) == 1 else list(inputs))
@@ -64,8 +64,8 @@ def _functional(model: Any, inputs: Sequence[tf.Tensor]) -> Functional:
         ) from error
 
 
-class _Made(NamedTuple):
-    """A tensor of the pass: its value, who made it, and whether it depends on a weight."""
+class _Activation(NamedTuple):
+    """An activation of the pass: its value, its call, and whether it depends on a weight."""
 
     value: tf.Tensor
     by: str | None
@@ -80,13 +80,13 @@ class _Call:
     what: str
     run: Callable[..., Any]
     """The layer, as a function of the tensors that it gets."""
-    given: list[_Made]
+    given: list[_Activation]
     weights: list[Any]
 
     def __post_init__(self) -> None:
-        self.tensors = [each.value for each in self.given]
-        self.wanted = [each.trains and each.value.dtype.is_floating for each in self.given]
-        """Whether a gradient of each is wanted."""
+        self.tensors = [given.value for given in self.given]
+        self.wanted = [given.trains and given.value.dtype.is_floating for given in self.given]
+        """By tensor, whether its gradient is wanted."""
         self.outputs: list[tf.Tensor] = tf.nest.flatten(self.run(*self.tensors))
         self.trains = bool(self.weights) or any(self.wanted)
         """Whether backward comes here."""
@@ -99,7 +99,7 @@ def _calls_of(
     calls: list[_Call] = []
     counts: Counter[str] = Counter()
 
-    def run(graph: Functional, values: dict[int, _Made], prefix: str) -> None:
+    def run(graph: Functional, values: dict[int, _Activation], prefix: str) -> None:
         """Run a graph layer by layer, nested ones in their place, and note every call."""
         for depth in sorted(graph._nodes_by_depth, reverse=True):
             for node in graph._nodes_by_depth[depth]:
@@ -119,14 +119,14 @@ def _calls_of(
                 else:
                     counts[path] += 1
                     name = path if counts[path] == 1 else f"{path}#{counts[path]}"
-                    weights = [raw(each) for each in getattr(layer, "trainable_variables", [])]
+                    weights = [raw(weight) for weight in getattr(layer, "trainable_variables", [])]
                     what = type(layer).__name__
                     calls.append(call := _Call(name, what, partial(_layer, node), given, weights))
-                    results = [_Made(value, name, call.trains) for value in call.outputs]
+                    results = [_Activation(value, name, call.trains) for value in call.outputs]
                 values.update(zip(map(id, node.outputs), results, strict=True))
 
     values = {
-        id(symbol): _Made(tf.cast(value, symbol.dtype), None, False)
+        id(symbol): _Activation(tf.cast(value, symbol.dtype), None, False)
         for symbol, value in zip(graph.inputs, inputs, strict=True)
     }
     run(graph, values, "")
@@ -160,19 +160,19 @@ def measure_profile(
 ) -> ModelProfile:
     """Return what each layer of a Keras model costs; the model's variables keep their values.
 
-    Layers come in forward order, those of nested models as ``outer/inner``. A layer that is called
-    several times is there for each call (``dense``, ``dense#2``); its gradient is complete at the
-    first. Masks of Keras are not passed on between layers.
+    Layers come in forward order, those of nested models as ``outer/inner``. A layer that the model
+    calls several times has an entry for each call (``dense``, ``dense#2``), and its gradient is
+    complete at the first one. Masks of Keras are not passed on between layers.
 
     Args:
         model: Sequential, functional, or a subclassed one whose ``call`` uses Keras' layers and
             operations only. If it is compiled, its optimizer's update is measured, too.
-        inputs: What it is fed: a tensor for each of its inputs, the batch first.
-        loss: From the model's output to one number; None for the mean of the output.
+        inputs: One tensor for each input of the model; the first dimension is the batch.
+        loss: A function from the model's output to one number; None for the mean of the output.
         batch: Samples of a minibatch of one worker; the first size of the first input if None.
-        steps: Times that everything is measured; medians count.
-        skip: Times before that.
-        name: The model's, for people; its own if left out.
+        steps: How often each time is measured; the profile has the medians.
+        skip: Runs before these, which are not measured.
+        name: The model's name in the profile; its own name if left out.
 
     Raises:
         ValueError: A model whose layers cannot be told apart, or with nothing to train, a loss
@@ -222,7 +222,7 @@ def measure_profile(
         update_s = _update_seconds(model, clock)
     times = _scaled(forward, forward_s), _scaled(backward, backward_s)
     edges = dict.fromkeys(
-        (each.by, call.name) for call in calls for each in call.given if each.by is not None
+        (given.by, call.name) for call in calls for given in call.given if given.by is not None
     )
     chain = [(before.name, after.name) for before, after in itertools.pairwise(calls)]
     return ModelProfile(
@@ -247,9 +247,9 @@ def _checked_loss(loss: Callable[[Any], Any], output: Any) -> tf.Tensor:
 def _mean_of(output: Any) -> Any:
     """Return the sum of the means of all tensors of an output that can carry a gradient."""
     means = [
-        tf.reduce_mean(tf.cast(each, tf.float32))
-        for each in tf.nest.flatten(output)
-        if tf.as_dtype(each.dtype).is_floating
+        tf.reduce_mean(tf.cast(tensor, tf.float32))
+        for tensor in tf.nest.flatten(output)
+        if tf.as_dtype(tensor.dtype).is_floating
     ]
     if not means:
         raise ValueError(
@@ -282,12 +282,12 @@ def _backward_seconds(call: _Call, clock: Callable[..., float], forward_s: float
     if not call.trains or not floats:
         return 0.0
     # Passed as arguments: TensorFlow would fold constants before the first step.
-    seeds = [tf.random.normal(each.shape, dtype=each.dtype) for each in floats]
+    seeds = [tf.random.normal(output.shape, dtype=output.dtype) for output in floats]
     count = len(call.tensors)
 
     def both(*given: tf.Tensor) -> Any:
         tensors, arriving = given[:count], list(given[count:])
-        wanted = [each for each, is_wanted in zip(tensors, call.wanted, strict=True) if is_wanted]
+        wanted = [x for x, is_wanted in zip(tensors, call.wanted, strict=True) if is_wanted]
         with tf.GradientTape() as tape:
             tape.watch(wanted)
             results = tf.nest.flatten(call.run(*tensors))
@@ -319,7 +319,7 @@ def _scaled(seconds: Sequence[float], total: float) -> list[float]:
     """Return what adds up to ``total``, in the same proportions."""
     added = sum(seconds)
     scale = total / added if added > 0.0 < total else 1.0  # a difference may be lost in noise
-    return [scale * each for each in seconds]
+    return [scale * value for value in seconds]
 
 
 def _layers_of(
@@ -334,8 +334,8 @@ def _layers_of(
         for weight in call.weights:
             owners.setdefault(id(weight), call.name)
     sizes: Counter[str | None] = Counter()
-    for each in weights:
-        sizes[owners.get(id(each))] += _nbytes(each)
+    for weight in weights:
+        sizes[owners.get(id(weight))] += _nbytes(weight)
     if None in sizes:
         description = "weights of no layer of the model's graph"
         yield LayerProfile("(unused)", sizes[None], 0.0, 0.0, 0, description)

@@ -71,8 +71,8 @@ def looked_at(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         if due and tf.executing_eagerly():
-            for each in self.captured_inputs:
-                settle(getattr(each, _OWNERS, ()))
+            for handle in self.captured_inputs:
+                settle(getattr(handle, _OWNERS, ()))
         return call(self, *args, **kwargs)
 
     return called

@@ -87,7 +87,7 @@ class Session:
         self.number = number
         """Counts the sessions of their owner."""
         self._shapes = shapes_of(variables)
-        shared = [index for index, each in enumerate(variables) if identity(each) not in local]
+        shared = [i for i, variable in enumerate(variables) if identity(variable) not in local]
         self._agreed, self.has_local = self._agree(shared, gradients)
         self._sent = [index for index in shared if self._agreed[index] != _NONE]
         self._kept = sorted(set(range(len(self.variables))) - set(self._sent))
@@ -105,15 +105,16 @@ class Session:
         }
         layouts = [self._layouts[index] for index in self._sent]
         sparse = frozenset(i for i, layout in enumerate(layouts) if layout == _SPARSE)
-        mine = [self.variables[index] for index in self._sent]
-        shapes, tensors, reduction = shapes_of(mine), [*map(raw, mine)], arguments.reduction()
-        dense = [i for i in range(len(mine)) if i not in sparse]
+        variables = [self.variables[index] for index in self._sent]
+        shapes, reduction = shapes_of(variables), arguments.reduction()
+        dense = [i for i in range(len(variables)) if i not in sparse]
         groups = None
         if arguments.groups is not None and dense:
-            by_hand = user_groups(arguments.groups, mine, dense)
+            by_hand = user_groups(arguments.groups, variables, dense)
             groups = [part for group in by_hand for part in shapes.dtype_groups(group)]
-        momenta = self._momenta(mine) if self._momenta is not None else ()
-        settings = Settings(shapes, tensors, reduction, self.tag, sparse, groups, momenta)
+        momenta = self._momenta(variables) if self._momenta is not None else ()
+        raws = [raw(variable) for variable in variables]
+        settings = Settings(shapes, raws, reduction, self.tag, sparse, groups, momenta)
         self.engine: Engine
         if isinstance(method, PipeSGD):
             self.engine = PipeSGDEngine(settings, method)
@@ -143,7 +144,7 @@ class Session:
                 gradient = self._as_agreed(index, gradient)
             outgoing[i] = gradient
         if check_mode.active.on:
-            outgoing = {i: delayed(each) for i, each in outgoing.items()}
+            outgoing = {i: delayed(gradient) for i, gradient in outgoing.items()}
         for index in self._kept:
             if self._layouts.get(index) == _NONE and gradients[index] is not None:
                 raise HvdPipeError(
@@ -265,7 +266,7 @@ class Session:
         by_hand = self._arguments.groups
         if isinstance(by_hand, list):
             index_of = {id(variable): i for i, variable in enumerate(variables)}
-            by_hand = [[index_of.get(id(each)) for each in group] for group in by_hand]
+            by_hand = [[index_of.get(id(variable)) for variable in group] for group in by_hand]
 
         def check() -> tuple[None, Description]:
             return None, [
@@ -279,8 +280,8 @@ class Session:
 
         checked(check, f"{self.tag}.variables", process_set)
         kinds = [
-            _NONE if each is None else _SPARSE if isinstance(each, tf.IndexedSlices) else _DENSE
-            for each in (gradients[index] for index in shared)
+            _NONE if g is None else _SPARSE if isinstance(g, tf.IndexedSlices) else _DENSE
+            for g in (gradients[index] for index in shared)
         ]
         has_local = len(shared) < len(self.variables)
         if not process_set.included():
@@ -486,14 +487,15 @@ class Sessions:
 
     def states(self) -> States:
         """Return what is in flight, of sessions that are still to come as well."""
-        states = {**self._loaded, **{each.number: each.engine.state() for each in self}}
+        states = {**self._loaded, **{session.number: session.engine.state() for session in self}}
         owner = self.owner()
         return states if owner is None else {**states, OWNERS: owner.state()}
 
     def go_back(self, states: States | None) -> None:
         """Go on from earlier `states`, and from nothing in flight where these hold none."""
         pending.due.pop(id(self), None)
-        nothing: States = {number: {} for number in [OWNERS, *(each.number for each in self)]}
+        numbers = [OWNERS, *(session.number for session in self)]
+        nothing: States = {number: {} for number in numbers}
         self.load({**nothing, **(states or {})})
 
     def rest(self) -> None:

@@ -1,6 +1,6 @@
 """Batch normalization with the statistics of all ranks' batches together, under Keras 3.
 
-Horovod's cannot be made under Keras 3, and overrides a method whose arguments are others now.
+Horovod's class fails under Keras 3: it overrides a method that has other arguments now.
 
 With n_i the elements that rank i has in a channel, m_i and v_i their mean and variance::
 
@@ -26,15 +26,15 @@ from hvd_pipe.tensorflow.graphs import call_name, check_graph
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
     """Keras' BatchNormalization over the batches of all ranks, which may differ in size.
 
-    It is saved as what it is to Keras, ``BatchNormalization(synchronized=True)``, and loads as
-    that without hvd_pipe. With hvd_pipe, such a layer does the same as this one.
+    Keras saves the layer as ``BatchNormalization(synchronized=True)``, so that models load without
+    hvd_pipe. With hvd_pipe, a layer that was loaded so does the same as this one.
 
     Args:
-        fused: Accepted for Horovod's sake; False.
+        fused: Accepted for Horovod's sake; must be False.
         options: As Keras' BatchNormalization: ``axis``, ``momentum``, ``epsilon``, ...
 
     Raises:
-        ValueError: ``fused`` or ``synchronized`` is something else.
+        ValueError: ``fused`` is not False, or ``synchronized`` is not True.
 
     Example:
         >>> import hvd_pipe.tensorflow as hvd

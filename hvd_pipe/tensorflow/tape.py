@@ -1,7 +1,7 @@
 """A gradient tape whose gradients are averaged over the workers, for loops of one's own.
 
-A tape lives for one step, what is in flight for all of them, so sessions are kept here, by the
-arguments; each list of sources has its own.
+A tape lives for one step, and gradients in flight live longer. So this module keeps the sessions:
+by the tape's arguments, and then by the list of sources.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
         super().reset()
 
     def register_local_source(self, source: Any) -> None:
-        """Keep a source's gradients on this worker, as Horovod's."""
+        """Do not average a source's gradients over the workers; as Horovod's method."""
         self._hvd_pipe_local.add(identity(source))
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -59,9 +59,9 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
         """Return the gradients that are due: this step's averages, or last step's (Pipe-SGD).
 
         Args:
-            target, sources, output_gradients, options: As ``tf.GradientTape``. Under Pipe-SGD,
-                several gradients that a persistent tape computes for the same sources between two
-                recordings have averages of their own; so do not those of several tapes.
+            target, sources, output_gradients, options: As ``tf.GradientTape``. Under Pipe-SGD, if
+                a persistent tape computes several gradients of the same sources between two
+                recordings, each has an average of its own. Those of several tapes share one.
             use_generic_names: Accepted for Horovod's sake: names are generic.
         """
         check_graph()
@@ -81,7 +81,7 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
         described = [_described(source) for source in sources]
         here = [identity(source) in self._hvd_pipe_local for source in sources]
         pairs = zip(described, here, strict=True)
-        local = {identity(each) for each, is_local in pairs if is_local}
+        local = {identity(source) for source, is_local in pairs if is_local}
         key = sources_key(described)
         turn = 0
         if isinstance(self._hvd_pipe.method, PipeSGD):
@@ -121,13 +121,13 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     """Return the tape with its gradients averaged over the workers.
 
     Under ``pipe-sgd``, ``gradient()`` returns the averages of the step before, whose messages
-    travel behind this step; zeros in the first step, which your optimizer counts as one (Adam's
-    bias correction is one step ahead; `DistributedOptimizer` leaves that update out). After the
-    last step, ``hvd.drain_gradients(sources)`` returns what is still in flight, for one more
-    ``apply_gradients``. CoCoD averages models, so it is for optimizers.
+    travel behind this step. The first step returns zeros, and your optimizer counts it as a step:
+    Adam's bias correction is one step ahead (`DistributedOptimizer` leaves that update out). After
+    the last step, ``hvd.drain_gradients(sources)`` returns the gradients that are still in flight,
+    for one more ``apply_gradients``. CoCoD averages models, so it needs `DistributedOptimizer`.
 
     Args:
-        gradtape: A ``tf.GradientTape``, persistent or not, recorded or about to.
+        gradtape: A ``tf.GradientTape``, before or after it has recorded; it may be persistent.
         device_dense, device_sparse, compression, sparse_as_dense, op: As `DistributedOptimizer`.
         gradient_predivide_factor, num_groups, groups, process_set: As there.
         scale_local_gradients: As there.
@@ -135,7 +135,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
             ``"pipe-sgd:warmup_steps=100"``; None takes ``HVD_PIPE_STRATEGY``.
 
     Raises:
-        TypeError, ValueError: An argument that cannot be.
+        TypeError, ValueError: An argument has a wrong type or value.
         RanksDisagreeError: Ranks came with different arguments, or one of them failed here.
 
     Example:
@@ -219,12 +219,12 @@ def drain_gradients(sources: Any) -> Any:
     """Return the averages that a tape's Pipe-SGD still has in flight; call it on all ranks.
 
     Args:
-        sources: As they were given to ``tape.gradient``.
+        sources: The sources that ``tape.gradient`` was given.
 
     Returns:
-        Gradients in the structure of the sources, summed up where a step has had several; None
-        where nothing is in flight, as under merged-gradient: applying zeros would be a step of
-        momentum, and of Adam's count.
+        Gradients in the structure of the sources, summed up where a step has computed several.
+        None where nothing is in flight, as under merged-gradient: with zeros, an optimizer would
+        count one more step, and move by its momentum.
 
     Example:
         >>> import hvd_pipe.tensorflow as hvd
@@ -241,7 +241,7 @@ def drain_gradients(sources: Any) -> Any:
 
             def add(due: Gradients, session: Session = session) -> None:
                 nonlocal total
-                zeros = [tf.zeros(each.shape, each.dtype) for each in session.variables]
+                zeros = [tf.zeros(v.shape, v.dtype) for v in session.variables]
                 gradients = session.incoming(due, zeros)
                 before = total or [0] * len(gradients)
                 total = [a + b for a, b in zip(before, gradients, strict=True)]

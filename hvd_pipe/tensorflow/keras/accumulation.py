@@ -79,11 +79,11 @@ def statistics_of(trained: Container[int], kept: Container[int]) -> list[Any]:
         if any(identity(variable) in trained for variable in model.trainable_variables):
             for layer in model._flatten_layers():
                 if not getattr(layer, "stateful", False):  # the states of a rank's own samples
-                    statistics |= {id(each): each for each in layer._non_trainable_variables}
+                    statistics |= {id(v): v for v in layer._non_trainable_variables}
     return [
-        each
-        for each in statistics.values()
-        if tf.as_dtype(each.dtype).is_floating and identity(each) not in kept
+        variable
+        for variable in statistics.values()
+        if tf.as_dtype(variable.dtype).is_floating and identity(variable) not in kept
     ]
 
 
@@ -162,8 +162,8 @@ class Accumulation:
     def state(self) -> Arrays:
         """Return what has been summed up."""
         windows = self._windows.values()
-        named = {name: each for window in windows for name, each in window.named.items()}
-        return {**self._resumed, **{name: each.numpy() for name, each in named.items()}}
+        named = {name: variable for window in windows for name, variable in window.named.items()}
+        return {**self._resumed, **{name: variable.numpy() for name, variable in named.items()}}
 
     def load(self, state: Arrays) -> None:
         """Go on from a `state`; {} holds nothing."""
@@ -180,11 +180,11 @@ class Accumulation:
         steps = optimizer.gradient_accumulation_steps
         if steps:  # Keras keeps the sums, files have them
             gradients = optimizer._accumulated_gradients
-            sums = [raw(gradients[optimizer._get_variable_index(each)]) for each in variables]
+            sums = [raw(gradients[optimizer._get_variable_index(v)]) for v in variables]
         else:
             sums = [
-                variable(each.shape, each.dtype, f"hvd_pipe.sum.{number}.{i}")
-                for i, each in enumerate(variables)
+                variable(v.shape, v.dtype, f"hvd_pipe.sum.{number}.{i}")
+                for i, v in enumerate(variables)
             ]
             named |= {f"{number}.sum.{i}": total for i, total in enumerate(sums)}
         with tf.init_scope():

@@ -50,17 +50,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     ``synchronize()``; call that yourself at the end of a loop of your own.
 
     Args:
-        optimizer: Any ``keras.optimizers.Optimizer``; LossScaleOptimizer goes around the result.
+        optimizer: Any ``keras.optimizers.Optimizer``; a LossScaleOptimizer must wrap the result.
         name: Accepted for Horovod's sake: messages have names of their own.
         device_dense: Where dense gradients are reduced, such as ``"/gpu:0"``.
         device_sparse: Accepted for Horovod's sake: sparse ones stay where they are.
         compression: ``none``, ``fp16``, ``bf16`` or ``int8`` of ``hvd.Compression``,
             ``hvd.Int8(error_feedback=True)``, or any Horovod compressor.
         sparse_as_dense: Send sparse gradients as dense ones, as ``pipe-sgd`` does anyway.
-        gradient_predivide_factor: Divide by this before the sum, and by n over it after.
-        op: ``hvd.Average``; ``hvd.Sum``, not with CoCoD.
-        backward_passes_per_step: Gradients that are summed up into one.
-        average_aggregated_gradients: Whether that sum is divided by their number.
+        gradient_predivide_factor: Divide by this factor before the sum, by n / factor after it.
+        op: ``hvd.Average``, or ``hvd.Sum`` except with CoCoD.
+        backward_passes_per_step: Passes (minibatches) that sum up one gradient.
+        average_aggregated_gradients: Whether that sum is divided by the number of passes.
         num_groups: Horovod's older name for an int ``groups``.
         groups: Lists of variables that share a message, or a number of messages.
         process_set: The workers that take part.
@@ -71,7 +71,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             `callbacks.BroadcastGlobalVariablesCallback`.
 
     Raises:
-        TypeError, ValueError: An argument that cannot be, before training starts.
+        TypeError, ValueError: An argument has a wrong type or value, before training starts.
         RanksDisagreeError: Ranks came with different arguments, or one of them failed here.
 
     Example:
@@ -113,10 +113,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any, *arguments: Any, local_layers: Any = None, **keywords: Any
 ) -> Any:
-    """Return a `DistributedOptimizer` that leaves some layers to their worker.
+    """Return a `DistributedOptimizer` that does not average the gradients of local layers.
 
-    These layers may have other shapes on each worker. Their gradients stay there, and so do
-    moving averages such as BatchNormalization's.
+    Local layers may have other shapes on each worker. Each worker applies its own gradients to
+    them, and keeps its own moving averages, such as BatchNormalization's.
 
     Args:
         optimizer, arguments, keywords: As `DistributedOptimizer`.
@@ -175,7 +175,7 @@ def load_model(
         options: More of `DistributedOptimizer`'s arguments, such as ``strategy``.
 
     Returns:
-        The model, compiled if it was saved so.
+        The model, compiled as it was saved, with the distributed optimizer.
 
     Raises:
         ValueError: The file has no compiled optimizer.

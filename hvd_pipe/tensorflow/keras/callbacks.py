@@ -39,12 +39,12 @@ __all__ = [
 
 
 class PlanningCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Measure the first steps, plan, and have the step traced anew with what was found.
+    """Measure the first steps, plan from the times, and have Keras trace the step anew.
 
-    Under ``merged-gradient`` that is which gradients share a message, under ``auto`` the strategy.
-    Other strategies go on as they are. `BroadcastGlobalVariablesCallback` is one of these; add it
-    by this name where ranks begin with equal variables anyway. Of several in one call of ``fit``,
-    the first acts.
+    Under ``merged-gradient`` the plan says which gradients share a message; under ``auto`` the
+    callback chooses the strategy; other strategies stay as they are. Every
+    `BroadcastGlobalVariablesCallback` is a `PlanningCallback`: add this class where ranks begin
+    with equal variables anyway. If one call of ``fit`` has several, the first one acts.
 
     Example:
         >>> callback = PlanningCallback()
@@ -106,14 +106,14 @@ class PlanningCallback(keras.callbacks.Callback):  # type: ignore[misc]
 class BroadcastGlobalVariablesCallback(PlanningCallback):
     """Give all ranks the model and the optimizer of ``root_rank`` before the first step.
 
-    Each rank keeps the state of its own random numbers (dropout), the variables that are local to
-    it, and what optimizers keep for these. Epochs of unlike length are refused. It plans as
-    `PlanningCallback` does.
+    Each rank keeps the state of its own random numbers (dropout), its local variables, and the
+    optimizers' variables for these. All ranks must have epochs of the same length. The callback
+    plans as well, as `PlanningCallback`.
 
     Args:
-        root_rank: Whose variables count.
+        root_rank: The rank that sends its variables.
         device: Accepted for Horovod's sake: variables stay where they are.
-        local_variables: Variables that each rank keeps.
+        local_variables: Variables that are local, so that each rank keeps its own.
 
     Example:
         >>> callback = BroadcastGlobalVariablesCallback(0)
@@ -125,7 +125,7 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
         self.broadcast_done = False
         self._generation = workers.generation()
         given = local_variables if isinstance(local_variables, list | tuple) else [local_variables]
-        self._local = {identity(each) for each in given if each is not None}
+        self._local = {identity(variable) for variable in given if variable is not None}
         self._sent: set[int] = set()
 
     @property
@@ -134,7 +134,7 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
         return self
 
     def register_local_var(self, var: Any) -> None:
-        """Let each rank keep this variable."""
+        """Leave a variable out of the broadcast, so that each rank keeps its own."""
         self._local.add(identity(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -158,12 +158,12 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
             optimizers = optimizers_of(self.model)
             parts = [*self.model._flatten_layers(include_self=False)]
             is_built = self.model.built or bool(parts and all(part.built for part in parts))
-            built = [is_built, self.model.built, *(bool(each.built) for each in optimizers)]
+            built = [is_built, self.model.built, *(bool(opt.built) for opt in optimizers)]
             everyone = gather(built, "hvd_pipe.built", global_process_set)
             is_built, is_whole, *ready = map(all, zip(*everyone, strict=True))
             pairs = zip(optimizers, ready, strict=True)
             if is_built:
-                self._broadcast([each for each, is_ready in pairs if is_ready])
+                self._broadcast([optimizer for optimizer, is_ready in pairs if is_ready])
             self.broadcast_done = is_whole and all(ready)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -173,7 +173,7 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
         super().on_train_batch_end(batch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Finish what optimizers beside the compiled one have in flight: a GAN's, say."""
+        """Synchronize the optimizers that the model is not compiled with, such as a GAN's."""
         super().on_train_end(logs)
         compiled = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         for optimizer in _distributed(self.model):
@@ -186,8 +186,8 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
         skipped = self._local | self._sent
         for optimizer in distributed:
             skipped |= optimizer._hvd_pipe_local
-            skipped |= {identity(each) for each in optimizer._hvd_pipe_local_slots()}
-        variables = [*self.model.variables, *(v for each in optimizers for v in each.variables)]
+            skipped |= {identity(slot) for slot in optimizer._hvd_pipe_local_slots()}
+        variables = [*self.model.variables, *(v for opt in optimizers for v in opt.variables)]
         shared = [
             variable
             for variable in variables
@@ -195,15 +195,15 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
         ]
         if not shared:
             return
-        self._sent |= {identity(each) for each in shared}
+        self._sent |= {identity(variable) for variable in shared}
         broadcast_variables(shared, self.root_rank)
         for optimizer in distributed:
             optimizer._hvd_pipe.agree()
 
 
 def _distributed(model: Any) -> list[Any]:
-    inner = [getattr(each, "inner_optimizer", each) for each in optimizers_of(model)]
-    return [each for each in inner if isinstance(each, DistributedMixin)]
+    inner = [getattr(opt, "inner_optimizer", opt) for opt in optimizers_of(model)]
+    return [opt for opt in inner if isinstance(opt, DistributedMixin)]
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -233,15 +233,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     """Set the learning rate to ``initial_lr * multiplier(epoch)`` from epoch to epoch.
 
     Args:
-        initial_lr: At the start of training.
+        initial_lr: The learning rate at the start of training.
         multiplier: A function of the epoch, or a number m for ``m ** (epoch - start_epoch)``.
-        start_epoch: The first epoch in which this acts.
-        end_epoch: The first one in which it no longer does; None for never.
-        staircase: Whether at the beginning of epochs only; else before every batch, with a
-            fraction of the epoch.
+        start_epoch: The first epoch in which the callback acts.
+        end_epoch: The first epoch after that in which it no longer acts; None for no end.
+        staircase: Whether the rate changes at the beginning of epochs only; else it changes before
+            every batch, and ``epoch`` has a fraction.
         momentum_correction: Whether SGD's velocities are scaled with the learning rate that they
             contain.
-        steps_per_epoch: Batches an epoch, where Keras does not know.
+        steps_per_epoch: Batches of an epoch, needed where Keras does not know their number.
 
     Source: Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677).
     """
@@ -320,11 +320,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raise the learning rate from ``initial_lr / size`` to ``initial_lr`` in the first epochs.
 
     Args:
-        initial_lr: What is reached, usually the rate for one worker times ``hvd.size()``.
-        warmup_epochs: After how many epochs.
-        momentum_correction: As `LearningRateScheduleCallback`.
-        steps_per_epoch: The same.
-        verbose: 1 prints when it is reached.
+        initial_lr: The rate after the warmup, usually that of one worker times ``hvd.size()``.
+        warmup_epochs: How many epochs the warmup takes.
+        momentum_correction, steps_per_epoch: As `LearningRateScheduleCallback`.
+        verbose: 1 prints a line on rank 0 at the end of the warmup.
     """
 
     def __init__(
@@ -357,7 +356,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 
     Args:
         monitor, verbose, save_weights_only, mode, save_freq: As Keras'.
-        filepath: Where; Keras 3 must know, Horovod's callback did not.
+        filepath: The file to write; Keras 3 requires it, Horovod's callback does not have it.
     """
 
     def __init__(

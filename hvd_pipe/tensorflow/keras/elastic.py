@@ -22,7 +22,7 @@ _EPOCH_ENDS = object()
 
 
 class KerasState(TensorFlowKerasState):
-    """`TensorFlowKerasState` by the name that it has here.
+    """`TensorFlowKerasState` under the name that Horovod gives it for Keras.
 
     Args:
         model, optimizer, kwargs: As `TensorFlowKerasState`.
@@ -38,8 +38,8 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     Put it after callbacks that change the state.
 
     Args:
-        state: What `run` is given.
-        batches_per_commit: How many; a commit copies everything.
+        state: The elastic state, which the function decorated by `run` takes.
+        batches_per_commit: Batches from one commit to the next; a commit copies all variables.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -63,11 +63,11 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Count batches in ``state.batch``, from 0 in each epoch.
 
-    With ``fit(steps_per_epoch=...)``, an epoch that was interrupted has only the batches that were
-    left of it.
+    With ``fit(steps_per_epoch=...)``, an interrupted epoch has only its remaining batches when
+    training goes on.
 
     Args:
-        state: What `run` is given.
+        state: The elastic state, which the function decorated by `run` takes.
     """
 
     def __init__(self, state: Any) -> None:
@@ -90,10 +90,10 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Count epochs in ``state.epoch``, over all that workers come and go.
+    """Count epochs in ``state.epoch``, and go on counting when workers have changed.
 
     Args:
-        state: What `run` is given.
+        state: The elastic state, which the function decorated by `run` takes.
     """
 
     def __init__(self, state: Any) -> None:

@@ -120,37 +120,37 @@ class WatchedStep:
     """Returns those of the model."""
 
     def __call__(self, iterator: Any) -> Any:
-        for each in self.optimizers():
-            finish_loaded(each)  # somebody may have read a checkpoint
-            with pending.settling(each._hvd_pipe):
+        for optimizer in self.optimizers():
+            finish_loaded(optimizer)  # somebody may have read a checkpoint
+            with pending.settling(optimizer._hvd_pipe):
                 pass  # the step does
         try:
             with refused():
                 logs = self.step(iterator)
         except CannotDeferError:  # in a trace, which is alike on all ranks
-            for each in self.optimizers():
-                finish_step(each)
-                each._hvd_pipe.is_stale = True
+            for optimizer in self.optimizers():
+                finish_step(optimizer)
+                optimizer._hvd_pipe.is_stale = True
             return self(iterator)
         finally:  # also where data has run out
-            for each in self.optimizers():
-                if any(session.engine.defers for session in each._hvd_pipe):
-                    pending.due[id(each._hvd_pipe)] = partial(finish_step, each)
-        for each in self.optimizers():
-            watcher = each._hvd_pipe.watcher
+            for optimizer in self.optimizers():
+                if any(session.engine.defers for session in optimizer._hvd_pipe):
+                    pending.due[id(optimizer._hvd_pipe)] = partial(finish_step, optimizer)
+        for optimizer in self.optimizers():
+            watcher = optimizer._hvd_pipe.watcher
             if watcher is None or not watcher.is_driven:
-                finish_step(each)
+                finish_step(optimizer)
         return logs
 
 
 def retrace_train_step(model: Any, optimizers: Callable[[], list[Any]]) -> None:
     """Have ``fit`` trace its next step anew, which begins with the updates that are late."""
     attributes, plain = model.__dict__, model.train_step
-    own = {"train_step": attributes["train_step"]} if "train_step" in attributes else {}
+    saved = {"train_step": attributes["train_step"]} if "train_step" in attributes else {}
 
     def train_step(*arguments: Any, **keywords: Any) -> Any:
-        for each in optimizers():
-            begin_step(each)
+        for optimizer in optimizers():
+            begin_step(optimizer)
         logs = plain(*arguments, **keywords)
         for optimizer in optimizers():
             end_step(optimizer)
@@ -161,7 +161,7 @@ def retrace_train_step(model: Any, optimizers: Callable[[], list[Any]]) -> None:
         model.make_train_function(force=True)
     finally:
         del attributes["train_step"]
-        attributes.update(own)
+        attributes.update(saved)
     model.train_function = WatchedStep(model.train_function, optimizers)
 
 
@@ -214,7 +214,7 @@ def step_before(optimizer: Any, engine: Engine) -> Iterator[None]:
     if not isinstance(engine, ForwardOverlapEngine):
         yield
         return
-    iterations, rate = (each.read_value() for each in engine.noted.values())
+    iterations, rate = (noted.read_value() for noted in engine.noted.values())
     attributes = {name: optimizer.__dict__[name] for name in ("_iterations", "_learning_rate")}
     rate = tf.cast(rate, keras.ops.convert_to_tensor(optimizer.learning_rate).dtype)
     past = Past(tf.cast(iterations, attributes["_iterations"].dtype))

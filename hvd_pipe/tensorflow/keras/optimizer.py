@@ -63,9 +63,9 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """As Keras', distributed with the same arguments; all ranks must come here.
+        """As Keras', distributed with the same arguments; all ranks must call this.
 
-        Groups that are lists of variables are left out: they are of another model.
+        Groups that are lists of variables are left out: the variables are another model's.
         """
         plain = cls._hvd_pipe_plain.from_config(*args, **kwargs)
         return distribute(plain, cls._hvd_pipe_arguments)
@@ -163,20 +163,20 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def _hvd_pipe_apply_own(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Apply what does not travel, alone; counters and moving averages stay."""
-        slots = {id(each) for each in slots_of(self, self._trainable_variables)}
+        slots = {id(slot) for slot in slots_of(self, self._trainable_variables)}
         every = [raw(variable) for variable in self.variables if id(variable) not in slots]
-        counters = [each for each in every if each.shape.rank == 0]
+        counters = [variable for variable in every if variable.shape.rank == 0]
         before = [counter.read_value() for counter in counters]
         averages, self.use_ema = self.use_ema, False  # type: ignore[has-type]
         try:
             self._hvd_pipe_apply_there(gradients, variables)
         finally:
             self.use_ema = averages
-        for each, value in zip(counters, before, strict=True):
-            each.assign(value)
+        for counter, value in zip(counters, before, strict=True):
+            counter.assign(value)
 
     def synchronize(self) -> None:
-        """Finish what is in flight, on all ranks: at the end, before evaluating, before saving.
+        """Finish what is in flight; call it on all ranks before evaluating, saving or exit.
 
         Pipe-SGD applies its last gradient. CoCoD makes the replicas equal, and the statistics of
         BatchNormalization. ``model.fit`` calls this at its end.
@@ -202,7 +202,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
                 pairs = zip(self._trainable_variables, means, strict=True)
                 local = self._hvd_pipe_local
                 session.engine.equalise(
-                    [mean for each, mean in pairs if identity(each) not in local]
+                    [mean for variable, mean in pairs if identity(variable) not in local]
                 )
         self._hvd_pipe_equalise_statistics()
 
@@ -229,7 +229,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         super().finalize_variable_values(var_list)
 
     def register_local_var(self, var: Any) -> None:
-        """Keep a variable's gradients on this worker, as Horovod's.
+        """Do not average a variable's gradients over the workers; as Horovod's method.
 
         Raises:
             HvdPipeError: Training has begun.
@@ -241,11 +241,11 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
     def _hvd_pipe_local_slots(self) -> list[Any]:
         """Return this optimizer's variables for those that are local."""
         here, every = self._hvd_pipe_local, self._trainable_variables
-        return slots_of(self, [each for each in every if identity(each) in here])
+        return slots_of(self, [variable for variable in every if identity(variable) in here])
 
     @property
     def plan(self) -> Any:
-        """The `hvd_pipe.Plan` in use under merged-gradient; None before training, and else."""
+        """The `hvd_pipe.Plan` in use; None before training, and under other strategies."""
         plans = [getattr(session.engine, "plan", None) for session in self._hvd_pipe]
         return plans[0] if plans else None
 

@@ -71,7 +71,7 @@ class Residuals:
     """One `Feedback` a bucket, or None where the codec keeps none."""
 
     def __init__(self, reduction: Reduction, packing: Packing) -> None:
-        self.each: list[Feedback | None] = [reduction.feedback(size) for size in packing.sizes]
+        self.feedbacks: list[Feedback | None] = [*map(reduction.feedback, packing.sizes)]
         # Of these buckets only: other ones of this size would add it to other gradients.
         self._buckets = zlib.crc32(repr(packing.groups).encode())
 
@@ -79,8 +79,8 @@ class Residuals:
     def named(self) -> dict[str, tf.Variable]:
         """The variables, by the names that they have in a checkpoint."""
         return {
-            name: each
-            for i, feedback in enumerate(self.each)
+            name: residual
+            for i, feedback in enumerate(self.feedbacks)
             if feedback is not None
-            for name, each in feedback.named(f"{i}.{self._buckets:08x}").items()
+            for name, residual in feedback.named(f"{i}.{self._buckets:08x}").items()
         }

@@ -22,9 +22,9 @@ __all__ = ["EpochStats", "Partition", "PipeDream", "init"]
 
 
 def init(**options: Any) -> None:
-    """Initialise Horovod with process sets that can be added later, which pipelines do.
+    """Initialise Horovod so that pipelines can add process sets later.
 
     Args:
-        options: As ``hvd.init`` takes them, but for ``process_sets``.
+        options: Arguments of ``hvd.init`` other than ``process_sets``.
     """
     horovod_api.init(process_sets="dynamic", **options)

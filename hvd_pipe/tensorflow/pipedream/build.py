@@ -88,7 +88,7 @@ class KerasOptions(Options):
         return [
             *alike,
             ("layers of the model", ", ".join(call.name for call in graph.calls)),
-            *((f"{each.path} of the model", _shape(each)) for each in self.model.variables),
+            *((f"{v.path} of the model", _shape(v)) for v in self.model.variables),
         ]
 
 
@@ -216,4 +216,4 @@ def _state_ratio(options: KerasOptions) -> float:
     """Return the bytes of optimizer state a byte of weights, by a small trial."""
     trial, optimizer = keras.Variable(tf.zeros(64)), options.optimizer_fn()
     optimizer.build([trial])
-    return sum(1.0 for each in optimizer.variables if tuple(each.shape) == (64,))
+    return sum(1.0 for variable in optimizer.variables if tuple(variable.shape) == (64,))

@@ -41,7 +41,7 @@ class PipeDream(PipeDreamBase[KerasPipeline]):
     regularisers add are differentiated, and not reported.
 
     The pipeline is built with its first minibatch, of ``sample``, ``train_epoch``, ``evaluate`` or
-    ``load``: rank 0's weights are everybody's then. Each rank updates the layers of its stage;
+    ``load``; then all ranks take rank 0's weights. Each rank updates the layers of its stage;
     `gather` brings those of all stages into ``model``.
 
     Args:
@@ -52,26 +52,27 @@ class PipeDream(PipeDreamBase[KerasPipeline]):
         plan: "auto" (profile the model, measure the network, find the fastest stages), "straight"
             (every stage on one worker), replicas as in "3-1", a `Partition`, or the path of one.
         mode: "stash", "2bw" or "flush".
-        microbatches: Of a minibatch, in the last two modes; None for the fewest that fill the
-            pipeline.
+        microbatches: How many a minibatch is cut into, in modes "2bw" and "flush"; None for the
+            fewest that fill the pipeline.
         in_transit: Minibatches between two stages, besides one in each worker. They hide messages,
             at the price of memory and staleness. None for the plan's, or as many as it needs.
-        sample: A minibatch as the dataset yields, as large as any that comes; None for the first.
+        sample: A minibatch of the dataset, as large as its largest; None for the first one.
         transport: "mpi", "process-sets" (no MPI needed), or "auto".
         recompute: Keep no activations from forward to backward, but run forward again.
-        wire_dtype: "bfloat16" to send activations and their gradients so.
+        wire_dtype: "bfloat16" to send activations and their gradients in it; None for their own.
         scale_lr: Scale learning rates by replicas in mode "stash".
         max_grad_norm: Clip gradients by their norm over all stages; exact in flush, else with the
             newest norms that a stage has heard of.
-        metric_fn: ``metric_fn(targets, output)``, to be reported, such as
-            ``keras.metrics.sparse_categorical_accuracy``; its mean is taken.
-        profile: Of the model, where nothing is to be measured.
-        bandwidth: Bytes/s between two workers, likewise.
-        memory_bytes: What a worker may hold; None for no limit.
+        metric_fn: ``metric_fn(targets, output)``, such as
+            ``keras.metrics.sparse_categorical_accuracy``, whose mean is reported.
+        profile: A profile of the model, which is else measured.
+        bandwidth: Bytes/s between two workers, which are else measured.
+        memory_bytes: The most bytes that a worker may hold; None for no limit.
         progress: Show what is chosen, and a progress bar, on rank 0.
 
     Raises:
-        TypeError, ValueError: An argument that cannot be; on every rank, before anything is sent.
+        TypeError, ValueError: An argument has a wrong type or value; all ranks raise this, before
+            anything is sent.
 
     Example:
         >>> import keras

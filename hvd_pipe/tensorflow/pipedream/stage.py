@@ -35,9 +35,9 @@ class Replicas:
     def __init__(self, process_set: ProcessSet, stage: int, weights: Sequence[Any]) -> None:
         self._process_set, self._tag = process_set, f"hvd_pipe.pipeline.gradients.{stage}"
         shapes = Shapes(
-            [each.path for each in weights],
-            [each.shape for each in weights],
-            [each.dtype for each in weights],
+            [weight.path for weight in weights],
+            [weight.shape for weight in weights],
+            [weight.dtype for weight in weights],
         )
         self._packing = Packing(shapes, shapes.default_groups(range(len(shapes))[::-1], None))
         self._sum = tf.function(self._summed, autograph=False)
@@ -48,15 +48,15 @@ class Replicas:
 
     def average(self, variables: Sequence[Any]) -> None:
         """Give variables their mean over the workers of the stage; all of them call this."""
-        for place, each in enumerate(variables):
+        for place, variable in enumerate(variables):
             # In double precision, so that what is alike, as frozen weights are, stays as it is.
             mean = mpi_ops._allreduce(
-                tf.cast(each.value.read_value(), tf.float64),
+                tf.cast(variable.value.read_value(), tf.float64),
                 name=f"{self._tag}.state.{place}",
                 op=Average,
                 process_set=self._process_set,
             )
-            each.assign(tf.cast(mean, each.dtype))
+            variable.assign(tf.cast(mean, variable.dtype))
 
     def _summed(self, gradient: list[Any]) -> list[Any]:
         flats = self._packing.pack(dict(enumerate(gradient)))
@@ -70,8 +70,8 @@ class Replicas:
             )
             for number, flat in enumerate(flats)
         ]
-        found = self._packing.unpack(sums)
-        return [found[place] for place in range(len(gradient))]
+        totals = self._packing.unpack(sums)
+        return [totals[place] for place in range(len(gradient))]
 
 
 class ByMinibatch(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
@@ -147,8 +147,8 @@ class Passes:
 
     def __init__(self, part: Part, losses: Losses | None) -> None:
         self._part, self._losses = part, losses
-        self.weights = [each for each in part.variables if each.trainable]
-        self.state = [each for each in part.variables if not each.trainable]
+        self.weights = [variable for variable in part.variables if variable.trainable]
+        self.state = [variable for variable in part.variables if not variable.trainable]
         self.changed: list[int] = []
         """Places of the state that a pass in training mode changes."""
         self.train = tf.function(self._train, autograph=False)
@@ -159,7 +159,7 @@ class Passes:
     ) -> tuple[Passed, list[Any]]:
         """Run forward with these weights and this state; return the state after it, too."""
         scope = self._scope(weights, state)
-        before = [scope.get_current_value(each) for each in self.state]
+        before = [scope.get_current_value(variable) for variable in self.state]
         with scope:
             outputs = self._part.run(inputs, training=True)
             loss, metric = self._measured(targets, outputs)
@@ -168,7 +168,7 @@ class Passes:
             for variable, value in zip(self.weights, weights, strict=True):
                 if variable.regularizer is not None:
                     terms.append(variable.regularizer(value))
-        after = [scope.get_current_value(each) for each in self.state]
+        after = [scope.get_current_value(variable) for variable in self.state]
         self.changed = [place for place, value in enumerate(after) if value is not before[place]]
         added = tf.add_n([tf.cast(term, terms[0].dtype) for term in terms]) if terms else None
         return Passed(outputs, loss, metric, added), [after[place] for place in self.changed]
@@ -339,8 +339,8 @@ class KerasStage:
             targets.append(pending.added)
             given.append(tf.constant(pending.share, pending.added.dtype))
         sources = [*self._versions[version], *(pending.inputs[at] for at in self._arriving)]
-        found = pending.tape.gradient(targets, sources, given, tf.UnconnectedGradients.ZERO)
-        dense = [tf.convert_to_tensor(each) for each in found]  # those of embeddings are sparse
+        gradients = pending.tape.gradient(targets, sources, given, tf.UnconnectedGradients.ZERO)
+        dense = [tf.convert_to_tensor(g) for g in gradients]  # those of embeddings are sparse
         gradient = dense[: len(self.passes.weights)]
         if self._gradient is not None:
             gradient = [a + b for a, b in zip(self._gradient, gradient, strict=True)]
@@ -365,7 +365,7 @@ class KerasStage:
             gradient = self._reduce(gradient)
         if not self._coalesces:
             self._minibatches = contributors
-            gradient = [each / contributors for each in gradient]
+            gradient = [g / contributors for g in gradient]
         self._gradient = gradient
 
     def update(self, version: int, keep: bool) -> None:
@@ -374,7 +374,7 @@ class KerasStage:
             self._versions.pop(version - 1, None)
         factor = self._clipping.factor(lambda: _squared_norm(gradient))
         if factor != 1.0:
-            gradient = [each * tf.constant(factor, each.dtype) for each in gradient]
+            gradient = [g * tf.constant(factor, g.dtype) for g in gradient]
         if self.passes.weights:
             self._apply(gradient)
         rate = self.optimizer._learning_rate

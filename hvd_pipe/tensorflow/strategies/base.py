@@ -30,7 +30,7 @@ Gradients = Mapping[int, Any]
 
 def together(parts: Sequence[Gradients]) -> Gradients:
     """Return the gradients of all parts."""
-    return {index: each for part in parts for index, each in part.items()}
+    return {index: gradient for part in parts for index, gradient in part.items()}
 
 
 def same(gradient: Any) -> Any:

@@ -228,7 +228,8 @@ class ModelAverage:
             for kind, flats in flats_of.items()
             for i, flat in enumerate(flats)
         }
-        return {**arrays, **{name: each.numpy() for name, each in self._residuals().items()}}
+        residuals = {name: residual.numpy() for name, residual in self._residuals().items()}
+        return {**arrays, **residuals}
 
     def load(self, state: Arrays, in_turn: bool) -> None:
         """Go on from a state of all parts; only with ``in_turn`` from a round in flight."""
@@ -254,10 +255,10 @@ class ModelAverage:
 
     def _residuals(self) -> dict[str, tf.Variable]:
         return {
-            name: each
+            name: residual
             for i, feedback in enumerate(self._feedback, self._first)
             if feedback is not None
-            for name, each in feedback.named(str(i)).items()
+            for name, residual in feedback.named(str(i)).items()
         }
 
 
@@ -329,14 +330,14 @@ def _as_cut(state: Arrays, fragment_of: Sequence[int], shapes: Shapes) -> Arrays
 
     Of other fragments, what is kept between two rounds stays; of other variables nothing.
     """
-    saved_of = [int(each) for each in state.get(FRAGMENTS, [0] * len(shapes))]
+    saved_of = [int(fragment) for fragment in state.get(FRAGMENTS, [0] * len(shapes))]
     if len(saved_of) != len(shapes):
         return {}
     saved = Packing(shapes, [group for groups in _cut(shapes, saved_of) for group in groups])
     kinds = (*IN_FLIGHT, *KEPT)
     sizes = {f"{kind}.{i}": n for kind in kinds for i, n in enumerate(saved.sizes)}
-    own = {name: each for name, each in state.items() if name.partition(".")[0] in kinds}
-    if any(each.size != sizes.get(name) for name, each in own.items()):
+    own = {name: array for name, array in state.items() if name.partition(".")[0] in kinds}
+    if any(array.size != sizes.get(name) for name, array in own.items()):
         return {}
     if saved_of == list(fragment_of):
         return state
@@ -359,7 +360,7 @@ def _cut(shapes: Shapes, fragment_of: Sequence[int]) -> list[list[list[int]]]:
     """Return for each fragment the indices of its variables, by dtype."""
     return [
         shapes.dtype_groups([i for i, own in enumerate(fragment_of) if own == fragment])
-        for fragment in range(max(fragment_of, default=0) + 1)
+        for fragment in range(max(fragment_of, default=-1) + 1)
     ]
 
 
@@ -374,7 +375,7 @@ class CoCoDEngine(Engine):
         shapes = settings.shapes
         self._turn, self._count = strategy.turn, strategy.fragments
         self._warmup_steps = strategy.warmup_steps
-        # A model without a gradient that travels has no tensors, and is one fragment.
+        # A model whose variables are all local has no fragment, and sends nothing.
         self._fragment_of = [0] * len(shapes)
         if self._count > 1:
             self._fragment_of = assign_fragments(shapes.nbytes, self._count)
@@ -516,10 +517,10 @@ class CoCoDEngine(Engine):
 def _within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:
     """Return how the ranks of this node average gradients; None where it has one rank."""
     world = settings.reduction.process_set
-    found = find_node(agreement, f"{settings.tag}.node", world, strategy.weights)
-    if found is None:
+    node_and_weights = find_node(agreement, f"{settings.tag}.node", world, strategy.weights)
+    if node_and_weights is None:
         return None
-    node, weights = found
+    node, weights = node_and_weights
     # A node's own links are fast: nothing is compressed.
     return replace(settings.reduction.lossless(), process_set=node, weights=weights)
 
@@ -530,7 +531,7 @@ def _turn(arriving: ModelAverage | None, leaving: ModelAverage) -> Callable[...,
     weak = weakref.ref(arriving or leaving), weakref.ref(leaving)
 
     def call(*flats: tf.Tensor) -> Flats:
-        arriving, leaving = (each() for each in weak)
+        arriving, leaving = (reference() for reference in weak)
         assert arriving is not None  # whoever runs the step has the optimizer
         assert leaving is not None
         arrived: Flats = []

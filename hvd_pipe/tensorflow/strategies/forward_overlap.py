@@ -177,12 +177,12 @@ class ForwardOverlapEngine(MergedGradientEngine):
         pending = self._is_pending.read_value()
 
         def uncover() -> None:
-            for index, each in self._covered.items():
-                self.settings.variables[index].assign(each.read_value())
+            for index, covered in self._covered.items():
+                self.settings.variables[index].assign(covered.read_value())
 
         if self._covered:
             tf.cond(pending, branch(uncover), tf.no_op)
-        flats = {place: each.read_value() for place, each in self._kept.items()}
+        flats = {place: kept.read_value() for place, kept in self._kept.items()}
         for place in range(self._first_late, len(self._order)):
             flats[place] = self._send(flats[place], f"late.{place}", sent, pending)
         for gradients in self._whole(flats):
@@ -215,8 +215,8 @@ class ForwardOverlapEngine(MergedGradientEngine):
             flat = pieces[bucket][self._piece[place]]
             is_early = place < self._first_late
             flats[place] = self._send(flat, f"gradients.{place}", trace.sent) if is_early else flat
-        for place, each in self._kept.items():
-            each.assign(flats[place])
+        for place, kept in self._kept.items():
+            kept.assign(flats[place])
         self._is_pending.assign(True)
         *others, last = self._whole(flats, early=True)
         if self.times is not None:
@@ -233,9 +233,9 @@ class ForwardOverlapEngine(MergedGradientEngine):
             return
         trace = self._traced()
         if trace.leaves:
-            for index, each in self._covered.items():
+            for index, covered in self._covered.items():
                 weight = self.settings.variables[index]
-                each.assign(weight.read_value())
+                covered.assign(weight.read_value())
                 weight.assign(tf.fill(weight.shape, tf.constant(np.nan, weight.dtype)))
         trace.updated = len(ops.get_default_graph().get_operations())
 
@@ -274,9 +274,10 @@ class ForwardOverlapEngine(MergedGradientEngine):
             if (bucket in self._late) is not early:
                 places.setdefault(bucket, []).append(place)
         buckets: list[Gradients] = []
-        for bucket, own in sorted(places.items(), key=lambda pair: pair[1][-1]):
+        for bucket, bucket_places in sorted(places.items(), key=lambda pair: pair[1][-1]):
             packing = Packing(self.settings.shapes, [self._packing.groups[bucket]])
-            buckets.append(packing.unpack([tf.concat([flats[place] for place in own], axis=0)]))
+            flat = tf.concat([flats[place] for place in bucket_places], axis=0)
+            buckets.append(packing.unpack([flat]))
         return buckets
 
     # Between two steps.
@@ -322,14 +323,14 @@ class ForwardOverlapEngine(MergedGradientEngine):
             reduction = self.settings.reduction
             share = 1.0 / reduction.workers if reduction.op == Sum else 1.0
             flats = {
-                place: each.read_value() * (share if place < self._first_late else 1.0)
-                for place, each in self._kept.items()
+                place: kept.read_value() * (share if place < self._first_late else 1.0)
+                for place, kept in self._kept.items()
             }
             pending = together(self._whole(flats))
         if pending:
-            state |= {f"gradient.{i}": np.asarray(each) for i, each in pending.items()}
-            state |= {f"weight.{i}": np.asarray(each) for i, each in weights.items()}
-            state |= {name: each.numpy() for name, each in self.noted.items()}
+            state |= {f"gradient.{i}": np.asarray(gradient) for i, gradient in pending.items()}
+            state |= {f"weight.{i}": np.asarray(weight) for i, weight in weights.items()}
+            state |= {name: noted.numpy() for name, noted in self.noted.items()}
         return state
 
     def load(self, state: Arrays) -> None:
@@ -340,15 +341,15 @@ class ForwardOverlapEngine(MergedGradientEngine):
             if set(plan.names) == set(map(str, self.settings.dense)):
                 self.adopt(_renamed(plan, {name: names[int(name)] for name in plan.names}))
                 self.has_saved_plan = True
-        super().load({name: each for name, each in state.items() if name in self._residuals.named})
+        super().load({name: state[name] for name in self._residuals.named.keys() & state.keys()})
         restore(self.noted, state)
         self.was_loaded |= self.is_ahead()
         self._is_pending.assign(False)
         self.held, self._held_weights = {}, {}
         gradients, weights = by_index(state, "gradient."), by_index(state, "weight.")
-        if all(i < len(shapes) and list(each.shape) == shapes[i] for i, each in gradients.items()):
+        if all(i < len(shapes) and list(g.shape) == shapes[i] for i, g in gradients.items()):
             self.held = {i: tf.constant(gradient, dtypes[i]) for i, gradient in gradients.items()}
-            self._held_weights = {i: tf.constant(each, dtypes[i]) for i, each in weights.items()}
+            self._held_weights = {i: tf.constant(w, dtypes[i]) for i, w in weights.items()}
             self.was_loaded |= bool(gradients)
         else:
             _log.warning(

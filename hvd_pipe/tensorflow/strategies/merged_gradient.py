@@ -58,7 +58,7 @@ class MergedGradientEngine(Engine):
         if self.times is not None:
             gradients = self.times.watched(gradients)
         flats = self._packing.pack(gradients)
-        reduced = reduction.reduce_all(flats, f"{tag}.gradients", self._residuals.each)
+        reduced = reduction.reduce_all(flats, f"{tag}.gradients", self._residuals.feedbacks)
         averages = self._packing.unpack(reduced)
         for index in self.settings.sparse:
             averages[index] = reduction.gather(gradients[index], f"{tag}.sparse.{index}")
@@ -72,7 +72,7 @@ class MergedGradientEngine(Engine):
         """Nothing is ever in flight between two steps."""
 
     def state(self) -> Arrays:
-        return {name: each.numpy() for name, each in self._residuals.named.items()}
+        return {name: residual.numpy() for name, residual in self._residuals.named.items()}
 
     def load(self, state: Arrays) -> None:
         if any(name.startswith("gradient.") for name in state):

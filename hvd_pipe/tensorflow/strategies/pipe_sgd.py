@@ -118,7 +118,7 @@ class PipeSGDEngine(Engine):
 
     def _reduce(self, flats: list[tf.Tensor]) -> list[tf.Tensor]:
         reduction, tag = self.settings.reduction, self.settings.tag
-        return reduction.reduce_all(flats, f"{tag}.gradients", self._residuals.each)
+        return reduction.reduce_all(flats, f"{tag}.gradients", self._residuals.feedbacks)
 
     def drain(self, update: Callable[[Gradients], None]) -> None:
         if self._prediction is not None:
@@ -126,7 +126,8 @@ class PipeSGDEngine(Engine):
         if not self._is_pending.numpy():  # the same on all ranks: they count the same steps
             return
         self._is_pending.assign(False)
-        due = self._packing.unpack(self._reduce([each.read_value() for each in self._pending]))
+        flats = [pending.read_value() for pending in self._pending]
+        due = self._packing.unpack(self._reduce(flats))
         for pending in self._pending:  # a tape's next step returns what is here, and it is applied
             pending.assign(tf.zeros_like(pending))
         if due:
@@ -149,7 +150,7 @@ class PipeSGDEngine(Engine):
         gradients = self._packing.unpack([pending.read_value() for pending in self._pending])
         return {
             **{f"gradient.{index}": gradient.numpy() for index, gradient in gradients.items()},
-            **{name: each.numpy() for name, each in self._named.items()},
+            **{name: variable.numpy() for name, variable in self._named.items()},
         }
 
     def load(self, state: Arrays) -> None:
@@ -200,9 +201,7 @@ class Prediction:
 
     def __init__(self, weights: Sequence[tf.Variable], tag: str) -> None:
         self._weights = list(weights)
-        self._true = [
-            variable(each.shape, each.dtype, f"{tag}.true.{i}") for i, each in enumerate(weights)
-        ]
+        self._true = [variable(w.shape, w.dtype, f"{tag}.true.{i}") for i, w in enumerate(weights)]
         self._is_predicted = variable([], tf.bool, f"{tag}.leads")
         true = {f"true.{i}": weight for i, weight in enumerate(self._true)}
         self.named = {"leads": self._is_predicted, **true}
@@ -222,8 +221,8 @@ class Prediction:
         """Move the weights as an update does, and leave all else as it is."""
         for weight, true in zip(self._weights, self._true, strict=True):
             true.assign(weight)
-        before = [each.read_value() for each in state]
+        before = [state_variable.read_value() for state_variable in state]
         update()
-        for each, value in zip(state, before, strict=True):
-            each.assign(value)
+        for state_variable, value in zip(state, before, strict=True):
+            state_variable.assign(value)
         self._is_predicted.assign(True)

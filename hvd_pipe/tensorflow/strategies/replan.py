@@ -252,10 +252,11 @@ class Replan:
         """Return whether steps leave messages now and did not before, or the other way round."""
         engines = [session.engine for session in self._sessions]
         wanting = [
-            each
-            for each in engines
-            if isinstance(each, ForwardOverlapEngine)
-            if not (each.settings.reduction.alone or each.plan is None or each.plan.order is None)
+            engine
+            for engine in engines
+            if isinstance(engine, ForwardOverlapEngine)
+            if not engine.settings.reduction.alone
+            if engine.plan is not None and engine.plan.order is not None
         ]
         before = [engine.may_defer for engine in wanting]
         return [self._permit(engine) for engine in wanting] != before
@@ -265,22 +266,22 @@ class Replan:
         problem = engine.problem() or (self._deferral and self._deferral.problem())
         process_set = engine.settings.reduction.process_set
         gathered = gather(problem, f"{engine.settings.tag}.defers", process_set)
-        problems = [each for each in gathered if each is not None]
+        problems = [reason for reason in gathered if reason is not None]
         engine.may_defer = self._deferral is not None and not problems
         if problems and process_set.rank() == 0 and problems[0] != self._said:
             self._said = problems[0]
             _log.warning("overlap='forward': updates stay in their step, as %s", self._said)
         return engine.may_defer
 
-    def _end_deferral(self, engine: MergedGradientEngine, tuner: Tuner, found: bool) -> bool:
+    def _end_deferral(self, engine: MergedGradientEngine, tuner: Tuner, is_measured: bool) -> bool:
         """Take the plan on trial if its steps were faster than all with the barrier."""
         assert isinstance(engine, ForwardOverlapEngine)
         assert self._deferral is not None
         assert engine.plan is not None
         barrier = plan = self._barriers.pop(engine.settings.tag)
-        if found and self._permit(engine):
+        if is_measured and self._permit(engine):
             *before, last = tuner.tried
-            if last.step_s < min(each.step_s for each in before):
+            if last.step_s < min(trial.step_s for trial in before):
                 plan = replace(engine.plan, predicted_s=last.step_s, exposed_s=None)
             tried = ((len(engine.plan.order or ()), last.step_s),)
             plan = replace(plan, tried=barrier.tried, tried_forward=tried)
