@@ -76,8 +76,7 @@ class TensorFlowState(ObjectState):  # type: ignore[misc]
     def save(self) -> None:
         """Copy everything to host memory, on all ranks; waits for what this rank has sent."""
         with _failures():
-            _finish_late()
-        self._keep()
+            self._keep()
         super().save()
 
     def restore(self) -> None:
@@ -154,16 +153,9 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _finish(state: Any) -> None:
     with _failures():
-        _finish_late()
+        pending.settle()
         share()
     state.save()
-
-
-def _finish_late() -> None:
-    """Make the updates that steps have left to the next one: they are of all ranks' gradients."""
-    for sessions in workers.running():
-        if sessions.watcher is not None:
-            sessions.watcher.finish()
 
 
 @contextmanager
@@ -188,7 +180,7 @@ def _forget() -> None:
 
 
 def _in_flight() -> dict[str, States]:
-    pending.settle()
+    pending.settle()  # makes updates that steps have left to the next one: of all ranks' gradients
     return {sessions.label: sessions.states() for sessions in workers.running()}
 
 

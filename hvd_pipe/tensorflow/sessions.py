@@ -55,10 +55,10 @@ OWNERS = -1
 
 _log = logging.getLogger("hvd_pipe")
 
-# How many were made of each description, so that a worker that comes knows which is which.
+# How many sessions have each description: a new worker takes over the states in the same order.
 _made: Counter[str] = Counter()
 
-# What is still to be made here, and goes on from another rank's.
+# The states of another rank's sessions, for sessions that are still to be made here.
 _inherited: dict[str, States] = {}
 
 _NONE, _DENSE, _SPARSE = "none", "dense", "sparse"

@@ -127,7 +127,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         update: Update = super().apply
         if due.note is not None:
             due.note(self._iterations, self.learning_rate)
-            update = self._hvd_pipe_apply_there
+            update = self._hvd_pipe_apply_some
         own: Update = self._hvd_pipe_apply_own
         if scaler is not None:
             update = functools.partial(_scaled, update, session, scaler)
@@ -137,9 +137,9 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
                 update(incoming, variables)
             elif not session.has_local:
                 tf.cond(due.when, branch(update, incoming, variables), tf.no_op)
-            else:  # what does not travel is due at once; ranks that have none of it vote
-                there = branch(update, incoming, variables)
-                tf.cond(due.when, there, branch(own, session.own(incoming), variables))
+            else:  # gradients of local variables do not travel, and are applied in every step
+                whole = branch(update, incoming, variables)
+                tf.cond(due.when, whole, branch(own, session.own(incoming), variables))
         if engine.replicas is not None:
             engine.compare_replicas(due.gradients)
         access: OptimizerAccess | None = None
@@ -152,24 +152,24 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         def update(gradients: Gradients) -> None:
             incoming = session.incoming(gradients, [None] * len(session.variables))
             with late_updates.step_before(self, session.engine):
-                self._hvd_pipe_apply_there(incoming, session.variables)
+                self._hvd_pipe_apply_some(incoming, session.variables)
 
         return update
 
-    def _hvd_pipe_apply_there(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """As Keras' ``apply``, where some gradients may be due at another time."""
+    def _hvd_pipe_apply_some(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """As Keras' ``apply``, without the variables that have no gradient in this step."""
         pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
         super().apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
 
     def _hvd_pipe_apply_own(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Apply what does not travel, alone; counters and moving averages stay."""
+        """Apply the gradients of local variables alone; counters and moving averages stay."""
         slots = {id(slot) for slot in slots_of(self, self._trainable_variables)}
         every = [raw(variable) for variable in self.variables if id(variable) not in slots]
         counters = [variable for variable in every if variable.shape.rank == 0]
         before = [counter.read_value() for counter in counters]
         averages, self.use_ema = self.use_ema, False  # type: ignore[has-type]
         try:
-            self._hvd_pipe_apply_there(gradients, variables)
+            self._hvd_pipe_apply_some(gradients, variables)
         finally:
             self.use_ema = averages
         for counter, value in zip(counters, before, strict=True):
