@@ -39,7 +39,7 @@ _serials = itertools.count()  # ranks make transports together, so they count al
 
 
 class Handle(Protocol):
-    """A broadcast that is on its way."""
+    """A pending broadcast."""
 
     def wait(self) -> None:
         """Block until it is done."""

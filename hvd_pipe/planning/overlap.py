@@ -33,7 +33,7 @@ PARTS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40)
 """Into about how many messages of one size the gradients are divided, to see which is best."""
 
 WORTH = 0.005
-"""More messages have to save this part of a step: what they cost beside is not in the model."""
+"""The part of a step that more messages must save: the model leaves out some of their cost."""
 
 STEPS = 6  # until a simulated step takes as long as the one before
 

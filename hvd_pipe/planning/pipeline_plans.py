@@ -375,7 +375,7 @@ class Planner:
     def choose(
         self, straight: bool = False, replicas: Sequence[int] | None = None
     ) -> tuple[Partition, Partition | None]:
-        """The plan that is fastest as it runs, and that which is so on paper alone, if another."""
+        """The plan that simulates fastest, and the one with the best paper cost, if it differs."""
         plan = self.divide(straight=straight, replicas=replicas)
         if self.mode.name != "stash":
             return plan, None

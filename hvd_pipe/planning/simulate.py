@@ -370,7 +370,7 @@ class _Message(NamedTuple):
 
 
 _Network = Callable[[FloatArray, FloatArray, FloatArray, float], list[_Message]]
-"""From begin, factors and end of backward of each worker, and the link's end, what it carries."""
+"""(begin, factor, end of backward) by worker, and when the link is free -> the messages."""
 
 
 def _gradients(run: _Run, network: _Network, delay: float, lag: int = 0, updates: int = 1) -> None:

@@ -151,7 +151,7 @@ def _is_faster(trial: Trial, slower: Trial) -> bool:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What messages are made of."""
+    """The gradients of which messages are made; each field has one entry a gradient."""
 
     names: Sequence[str]
     ready_s: FloatArray
@@ -159,7 +159,7 @@ class Gradients:
     bytes: FloatArray
     """By gradient, as it is sent."""
     kinds: Sequence[Hashable] | None = None
-    """By gradient, what those that share a message have alike; None: all are."""
+    """Only gradients of the same kind may share a message; None: all are of one kind."""
 
     def messages(self, plan: Plan) -> list[_Message]:
         """The messages of a plan in the order in which they can leave."""

@@ -62,7 +62,7 @@ class Lifecycle(abc.ABC):
         return nullcontext()
 
     def begin(self) -> None:
-        """Have Horovod's joins and its end seen, whoever asks for them."""
+        """Observe Horovod's joins and its end from now on, also those that scripts call."""
         answer_with(self._horovod)
         if not self._begun:
             self._begun = True

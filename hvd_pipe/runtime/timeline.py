@@ -60,7 +60,7 @@ class PendingOperation:
 
 
 class Recorder:
-    """Writes what this process does, by the host's clock, to its one file; or, without, nothing.
+    """Writes this process's events to a file, by the host's clock; without a file, nothing.
 
     Where nobody hears of an arrival without asking, a thread asks: every 0.2 ms for a new message,
     every fiftieth of its age for an old one.

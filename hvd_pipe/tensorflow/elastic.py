@@ -153,9 +153,16 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _finish(state: Any) -> None:
     with _failures():
-        pending.settle()
+        _finish_late()
         share()
     state.save()
+
+
+def _finish_late() -> None:
+    """Apply deferred updates, also those of a checkpoint: they are averages over all ranks."""
+    for sessions in workers.running():
+        if sessions.watcher is not None:
+            sessions.watcher.finish()
 
 
 @contextmanager
@@ -180,7 +187,7 @@ def _forget() -> None:
 
 
 def _in_flight() -> dict[str, States]:
-    pending.settle()  # makes updates that steps have left to the next one: of all ranks' gradients
+    pending.settle()  # applies deferred updates, which are averages over all ranks
     return {sessions.label: sessions.states() for sessions in workers.running()}
 
 

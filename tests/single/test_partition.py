@@ -265,6 +265,63 @@ def test_published(name: str, levels: list[tuple[int, float]], config: str) -> N
     assert (found.config, found.exact) == (config, True)
 
 
+# --- what PipeDream's own code printed ---
+
+
+def original_time(
+    model: ModelProfile, rows: list[tuple[int, int, int]], bandwidth: float, ratio: float | None
+) -> float:
+    """Seconds a minibatch of stages (first layer, last + 1, replicas) by that code's costs.
+
+    It counts all-reduces and transfers twice, and shrinks activations by a ratio.
+    """
+    place = {layer.name: at for at, layer in enumerate(model.layers)}
+
+    def crossing(cut: int) -> int:
+        users = {a for a, b in model.edges or () if place[a] < cut <= place[b]}
+        return sum(layer.activation_bytes for layer in model.layers if layer.name in users)
+
+    times = []
+    for first, last, r in rows:
+        part = model.layers[first:last]
+        compute = sum(x.forward_s + x.backward_s for x in part)
+        w = sum(x.gradient_bytes for x in part)
+        times.append((compute + 4 * (r - 1) * w / (bandwidth * r)) / r)
+        if ratio is not None and first > 0:
+            times += [2 * crossing(cut) / (bandwidth * r * ratio) for cut in (first, last)]
+    return max(times)
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth", "ratio", "stages", "seconds"),
+    [
+        ("vgg16", 1e9, 1, [(0, 17, 3), (17, 40, 1)], 0.205520896),
+        ("vgg16", 1e9, None, [(0, 15, 3), (15, 40, 1)], 0.175732624),
+        ("vgg16", 1e9, 4, [(0, 17, 3), (17, 40, 1)], 0.177583291),
+        ("vgg16", 3.125e9, 1, [(0, 25, 15), (25, 40, 1)], 0.045524808),
+        ("vgg16", 1e9, 1, [(0, 10, 1), (10, 20, 1), (20, 29, 1), (29, 40, 1)], 0.411041792),
+        ("vgg16", 1e9, 1, [(0, 24, 13), (24, 32, 2), (32, 40, 1)], 0.056529767),
+        ("alexnet", 1e9, 1, [(0, 14, 3), (14, 22, 1)], 0.034217141),
+    ],
+)
+def test_printed_stages_take_the_printed_seconds(
+    name: str,
+    bandwidth: float,
+    ratio: float | None,
+    stages: list[tuple[int, int, int]],
+    seconds: float,
+) -> None:
+    """By these costs, no division that the planner makes from the paper's is faster."""
+    model, workers = MODELS[name], sum(r for _, _, r in stages)
+    assert original_time(model, stages, bandwidth, ratio) == pytest.approx(seconds, abs=1e-9)
+    rows, first = [], 0
+    for stage in partition(model, [(workers, bandwidth)]).stages:
+        rows.append((first, first + len(stage.layers), stage.replicas))
+        first += len(stage.layers)
+    if len(stages) < 4:  # that one is the fastest of those with a worker a stage
+        assert original_time(model, rows, bandwidth, ratio) >= seconds - 1e-9
+
+
 # --- what must hold of any partition ---
 
 

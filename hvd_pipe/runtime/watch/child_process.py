@@ -210,7 +210,7 @@ class Rank:
 
 
 class Watcher:
-    """Hears of the other ranks, and tells them of its own; a rank may be silent for a limit.
+    """Exchanges heartbeats for its rank; a rank that is silent for the limit counts as lost.
 
     Each message has all that its sender knows, so a later one replaces an earlier one.
     """

@@ -104,7 +104,7 @@ class OtherThreads:
         self._last: dict[threading.Thread, tuple[Activity | None, float]] = {}
 
     def are_busy(self) -> bool:
-        """Return whether one of them has run of late; where nobody knows, whether there is one."""
+        """Return whether any thread has run lately; an unknown state counts as running."""
         now, before = time.monotonic(), self._last
         self._last = {}
         for thread in threading.enumerate():

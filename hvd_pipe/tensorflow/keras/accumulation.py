@@ -91,9 +91,9 @@ class _Window(NamedTuple):
     """The passes of a session that make one gradient, so far."""
 
     passes: tf.Variable
-    """How many there were, of all windows."""
+    """The number of passes in all windows up to now."""
     sums: Sequence[tf.Variable]
-    """Of their gradients, by variable."""
+    """The sum of the gradients of this window, for each variable."""
     named: dict[str, tf.Variable]
     """What a state holds of it."""
 

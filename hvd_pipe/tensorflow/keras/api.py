@@ -59,7 +59,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: Send sparse gradients as dense ones, as ``pipe-sgd`` does anyway.
         gradient_predivide_factor: Divide by this factor before the sum, by n / factor after it.
         op: ``hvd.Average``, or ``hvd.Sum`` except with CoCoD.
-        backward_passes_per_step: Passes (minibatches) that sum up one gradient.
+        backward_passes_per_step: Passes (minibatches) whose gradients are summed into one.
         average_aggregated_gradients: Whether that sum is divided by the number of passes.
         num_groups: Horovod's older name for an int ``groups``.
         groups: Lists of variables that share a message, or a number of messages.

@@ -88,7 +88,7 @@ class KerasMessages(Messages):
 
 
 class Broadcast:
-    """A broadcast that is on its way; see :class:`hvd_pipe.pipeline.process_sets.Start`."""
+    """A pending broadcast; see :class:`hvd_pipe.pipeline.process_sets.Start`."""
 
     def __init__(self, buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet) -> None:
         self._words = buffer, root_rank, name, process_set

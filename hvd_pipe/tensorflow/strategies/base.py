@@ -45,7 +45,7 @@ class Momentum:
     variable: tf.Variable
     name: str
     nonnegative: bool = False
-    """Whether the optimizer takes a root of it."""
+    """Whether the optimizer takes its square root, so that it must not become negative."""
 
 
 @dataclass(frozen=True)

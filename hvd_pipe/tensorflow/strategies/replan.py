@@ -124,6 +124,11 @@ class Replan:
         """Whether a call of ``fit`` goes on."""
         return self._fit is not None
 
+    def finish(self) -> None:
+        """Apply deferred updates, on all ranks."""
+        if self._deferral is not None:
+            self._deferral.finish()
+
     def delay(self) -> None:
         """Begin trials without the barrier anew: steps have been finished one by one."""
         for session in self._sessions:

@@ -182,7 +182,7 @@ class CompressedAllReduce(Message):
         self.done.set()
 
     def _carry(self) -> Generator[int, Any, None]:
-        """Carry the buffer through both phases; yields what is on the wire, is sent what came."""
+        """Carry the buffer through both phases: yield handles, and receive what they return."""
         process_set = self._reduction.process_set
         if self._filled is not None:
             # This thread's stream uses the caller's buffers, after the caller has filled them.

@@ -128,7 +128,7 @@ class Engine(abc.ABC):
 
     @property
     def next_messages(self) -> list[Message]:
-        """Messages of which every rank sends one in this step or in a coming one."""
+        """Messages by which ranks meet: each rank sends one of them in this step or later."""
         assert self.current is not None
         return [self.current.last_message]
 
@@ -146,7 +146,7 @@ class Engine(abc.ABC):
         return State({}, {})
 
     def load(self, state: State) -> None:  # noqa: B027 - where nothing is in flight
-        """Go on from a `state`, with nothing in flight; an index without tensors joins now."""
+        """Restore a `state`, with nothing in flight; parameters without tensors in it are new."""
 
     @abc.abstractmethod
     def prepare(self, shown_in: Mapping[int, torch.Tensor]) -> bool:
@@ -159,10 +159,10 @@ class Engine(abc.ABC):
         """Apply what this rank has deferred; sends nothing, and one rank alone may call it."""
 
     def finish_before_others(self) -> None:  # noqa: B027 - as above
-        """Finish before other weights or another state take the place; after a failure, too."""
+        """As `finish`, before a load replaces weights or state; also works after a failure."""
 
     def joined(self) -> None:
-        """Go on after ``hvd.join()``: all ranks have met, after different numbers of steps."""
+        """Before ``hvd.join()``: reset what depends on how many steps this rank has taken."""
         self._uncompared_steps = 0
         self.after_join()
 

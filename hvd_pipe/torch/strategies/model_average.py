@@ -174,7 +174,7 @@ class ModelAverage:
         }
 
     def load(self, state: Tensors) -> None:
-        """Go on from a `state`. A value without tensors joins now: as it is, and at rest."""
+        """Restore a `state`; a value it lacks starts as it is now, its velocity from zero."""
         self.discard()
         current = torch.empty_like(self._mean)
         self._copy_into(current)
