@@ -44,7 +44,11 @@ def test_a_rank_that_hangs_is_ended(
     if not deaf:  # by its own deadline: the harness leaves it far more
         monkeypatch.setattr(ranks, "GRACE", 60.0)
     with pytest.raises(AssertionError) as caught:
-        run_ranks(2, workers_harness.hang_on_rank_1, str(tmp_path), deaf, timeout=12.0)
+        run_ranks(
+            *(2, workers_harness.hang_on_rank_1, str(tmp_path), deaf),
+            timeout=12.0,
+            framework="torch",
+        )
     assert "--- rank 1: ended without a result" in str(caught.value)
     if not deaf:
         assert "in hang_on_rank_1" in str(caught.value)
@@ -57,7 +61,9 @@ def test_ranks_end_with_pytest(tmp_path: Path, number: signal.Signals) -> None:
     """Even where pytest could not end them itself."""
     (tmp_path / "test_hang.py").write_text(
         "import ranks, workers_harness\n"
-        f"def test(): ranks.run_ranks(2, workers_harness.hang_on_rank_1, {str(tmp_path)!r}, True)"
+        "def test():\n"
+        f"    folder, hang = {str(tmp_path)!r}, workers_harness.hang_on_rank_1\n"
+        "    ranks.run_ranks(2, hang, folder, True, framework='torch')"
     )
     with _pytest(tmp_path) as process:
         _wait_for(lambda: len(list(tmp_path.glob("rank*"))) == 2)
@@ -93,18 +99,18 @@ def _pids(directory: Path) -> list[int]:
     return [int(file.read_text()) for file in sorted(directory.glob("rank*"))]
 
 
-def _is_rank(pid: int, script: str = "rank_server.py") -> bool:
-    """Whether the process lives and runs the script: its pid may be another's by now."""
+def _is_rank(pid: int) -> bool:
+    """Whether the process lives and is a rank: its pid may be another's by now."""
     with suppress(OSError):
-        return script in Path(f"/proc/{pid}/cmdline").read_text()
+        return "rank_server.py" in Path(f"/proc/{pid}/cmdline").read_text()
     return False
 
 
-def _assert_gone(directory: Path, script: str = "rank_server.py") -> None:
+def _assert_gone(directory: Path) -> None:
     pids = _pids(directory)
     assert len(pids) == 2
     # A killed process may take a moment to go.
-    _wait_for(lambda: not any(_is_rank(pid, script) for pid in pids))
+    _wait_for(lambda: not any(_is_rank(pid) for pid in pids))
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
