@@ -65,7 +65,7 @@ def _functional(model: Any, inputs: Sequence[tf.Tensor]) -> Functional:
 
 
 class _Activation(NamedTuple):
-    """An activation of the pass: its value, its call, and whether it depends on a weight."""
+    """An activation of the pass: its value, its call's name, and if it depends on a weight."""
 
     value: tf.Tensor
     by: str | None

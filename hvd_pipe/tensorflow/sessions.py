@@ -105,15 +105,15 @@ class Session:
         }
         layouts = [self._layouts[index] for index in self._sent]
         sparse = frozenset(i for i, layout in enumerate(layouts) if layout == _SPARSE)
-        variables = [self.variables[index] for index in self._sent]
-        shapes, reduction = shapes_of(variables), arguments.reduction()
-        dense = [i for i in range(len(variables)) if i not in sparse]
+        sent = [self.variables[index] for index in self._sent]
+        shapes, reduction = shapes_of(sent), arguments.reduction()
+        dense = [i for i in range(len(sent)) if i not in sparse]
         groups = None
         if arguments.groups is not None and dense:
-            by_hand = user_groups(arguments.groups, variables, dense)
+            by_hand = user_groups(arguments.groups, sent, dense)
             groups = [part for group in by_hand for part in shapes.dtype_groups(group)]
-        momenta = self._momenta(variables) if self._momenta is not None else ()
-        raws = [raw(variable) for variable in variables]
+        momenta = self._momenta(sent) if self._momenta is not None else ()
+        raws = [raw(variable) for variable in sent]
         settings = Settings(shapes, raws, reduction, self.tag, sparse, groups, momenta)
         self.engine: Engine
         if isinstance(method, PipeSGD):

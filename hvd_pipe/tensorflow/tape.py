@@ -61,7 +61,7 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
         Args:
             target, sources, output_gradients, options: As ``tf.GradientTape``. Under Pipe-SGD, if
                 a persistent tape computes several gradients of the same sources between two
-                recordings, each has an average of its own. Those of several tapes share one.
+                recordings, each has an average of its own. Gradients of several tapes do not.
             use_generic_names: Accepted for Horovod's sake: names are generic.
         """
         check_graph()

@@ -43,12 +43,9 @@ def test_a_rank_that_hangs_is_ended(
 ) -> None:
     if not deaf:  # by its own deadline: the harness leaves it far more
         monkeypatch.setattr(ranks, "GRACE", 60.0)
+    hang, folder = workers_harness.hang_on_rank_1, str(tmp_path)
     with pytest.raises(AssertionError) as caught:
-        run_ranks(
-            *(2, workers_harness.hang_on_rank_1, str(tmp_path), deaf),
-            timeout=12.0,
-            framework="torch",
-        )
+        run_ranks(2, hang, folder, deaf, timeout=12.0, framework="torch")
     assert "--- rank 1: ended without a result" in str(caught.value)
     if not deaf:
         assert "in hang_on_rank_1" in str(caught.value)

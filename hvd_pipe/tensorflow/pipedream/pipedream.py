@@ -65,7 +65,7 @@ class PipeDream(PipeDreamBase[KerasPipeline]):
             newest norms that a stage has heard of.
         metric_fn: ``metric_fn(targets, output)``, such as
             ``keras.metrics.sparse_categorical_accuracy``, whose mean is reported.
-        profile: A profile of the model, which is else measured.
+        profile: A profile of the model; None: measured.
         bandwidth: Bytes/s between two workers; None: measured.
         memory_bytes: The most bytes that a worker may hold; None for no limit.
         progress: Show what is chosen, and a progress bar, on rank 0.

@@ -73,7 +73,7 @@ class PipeDream(PipeDreamBase[TorchPipeline]):
         scheduler_fn: Makes a learning-rate scheduler from the optimizer.
         schedule_by: When the scheduler steps: after each "epoch" or "minibatch".
         metric_fn: ``metric_fn(output, targets)``, a mean to be reported, such as the accuracy.
-        profile: A profile of the model, which is else measured.
+        profile: A profile of the model; None: measured.
         bandwidth: Bytes/s between two workers; None: measured.
         memory_bytes: The memory of a worker in bytes; None for no limit.
         progress: Show what is chosen, and a progress bar, on rank 0.
