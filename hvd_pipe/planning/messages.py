@@ -125,9 +125,11 @@ def overlapped_messages(
         plan = in_order(plan, names, work)
     assert plan.order is not None
     index = {name: i for i, name in enumerate(names)}
-    groups = [[index[name] for name in bucket] for bucket in plan.buckets]
-    pieces = [plan.order.count(number) for number in range(len(groups))]
-    of_bucket = {message.bucket: message for message in timed_messages(work, comm, groups, pieces)}
+    partition = [
+        ([index[name] for name in bucket], plan.order.count(number))
+        for number, bucket in enumerate(plan.buckets)
+    ]
+    of_bucket = {message.bucket: message for message in timed_messages(work, comm, partition)}
     return work, [of_bucket[number] for number in plan.order]
 
 

@@ -18,8 +18,9 @@ Peng et al., "ByteScheduler" (SOSP 2019). The partition that follows from simula
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,9 +36,20 @@ PARTS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40)
 WORTH = 0.005
 """The part of a step that more messages must save: the model leaves out some of their cost."""
 
+CHANGE_WORTH = 0.002
+"""The part of a step that a change of one or two buckets must save; each of them is small."""
+
+CHANGES = 1000
+"""How many changes are simulated at most: about a quarter of a second."""
+
+CUTS, MOVED = (0.25, 0.5, 0.75), (1, 3, 8)
+"""Where a bucket may be divided, by its tensors, and how many may move to the next one."""
+
 STEPS = 6  # until a simulated step takes as long as the one before
 
 FloatArray = npt.NDArray[np.float64]
+Partition = list[tuple[list[int], int]]
+"""Buckets, in the order in which they are ready, and into how many pieces each is cut."""
 
 
 @dataclass(frozen=True)
@@ -85,36 +97,70 @@ def plan_overlap(
 
     Gradients are merged, in the order in which they are ready, until a part of all bytes is full;
     a bucket that is larger than a part is cut into pieces. For each number of parts the order is
-    `send_order`'s, and the step `overlapped_s`.
+    `send_order`'s, and the step `overlapped_s`. Where there is a choice of parts, the best one is
+    improved: buckets are divided, merged, cut otherwise, or give tensors to the next one, as long
+    as that saves time. What forward needs first is small then, and what it needs last is large.
     """
     kinds = list(dtypes) if dtypes is not None else [None] * len(names)
-    best: tuple[float, Plan] | None = None
+    best: tuple[float, Partition] | None = None
     for count in sorted(set(parts)):
-        buckets, pieces = _partition(work, kinds, count)
-        messages = timed_messages(work, comm, buckets, pieces)
-        sent = [messages[i] for i in _order(messages)]
-        seconds = overlapped_s(work, sent)
+        partition = _partition(work, kinds, count)
+        seconds = overlapped_s(work, _sent(work, comm, partition))
         if best is None or seconds < (1.0 - WORTH) * best[0]:
-            compute = work.forward_s + work.backward_s
-            named = tuple(tuple(names[i] for i in bucket) for bucket in buckets)
-            plan = Plan(
-                named,
-                "overlap",
-                predicted_s=seconds,
-                exposed_s=max(0.0, seconds - compute),
-                order=tuple(message.bucket for message in sent),
-            )
-            best = seconds, plan
+            best = seconds, partition
     assert best is not None
-    return best[1]
+    seconds, partition = _improved(work, comm, kinds, *best) if len(parts) > 1 else best
+    return Plan(
+        tuple(tuple(names[i] for i in bucket) for bucket, _ in partition),
+        "overlap",
+        predicted_s=seconds,
+        exposed_s=max(0.0, seconds - work.forward_s - work.backward_s),
+        order=tuple(message.bucket for message in _sent(work, comm, partition)),
+    )
 
 
-def fitted(seconds: Sequence[tuple[float, float]]) -> CommModel:
-    """The least-squares line through the seconds that messages took in training."""
+def _improved(
+    work: Pass, comm: CommModel, kinds: Sequence[Hashable], seconds: float, partition: Partition
+) -> tuple[float, Partition]:
+    """Change a partition as long as that saves time; return the seconds of a step, and it."""
+    left = CHANGES
+    while True:
+        changed = list(itertools.islice(_changes(kinds, partition), left))
+        left -= len(changed)
+        times = [overlapped_s(work, _sent(work, comm, one)) for one in changed]
+        if not times or min(times) >= (1.0 - CHANGE_WORTH) * seconds:
+            return seconds, partition
+        seconds = min(times)
+        partition = changed[times.index(seconds)]
+
+
+def _changes(kinds: Sequence[Hashable], partition: Partition) -> Iterator[Partition]:
+    """Yield the partitions that differ from this one in a bucket, or in two that meet."""
+    for i, (bucket, pieces) in enumerate(partition):
+        before, after = partition[:i], partition[i + 1 :]
+        for count in {pieces + 1, max(1, pieces - 1)} - {pieces}:
+            yield [*before, (bucket, count), *after]
+        for cut in sorted({round(part * len(bucket)) for part in CUTS} - {0, len(bucket)}):
+            halves = (bucket[:cut], -(-pieces // 2)), (bucket[cut:], max(1, pieces // 2))
+            yield [*before, *halves, *after]
+        if not after or kinds[bucket[0]] != kinds[after[0][0][0]]:
+            continue
+        (following, others), after = after[0], after[1:]
+        both = [*bucket, *following]
+        yield [*before, (both, max(pieces, others)), *after]
+        for moved in (*MOVED, *(-count for count in MOVED)):
+            cut = len(bucket) + moved
+            if 0 < cut < len(both):
+                yield [*before, (both[:cut], pieces), (both[cut:], others), *after]
+
+
+def fitted(seconds: Sequence[tuple[float, float]], starts: float = 1.0) -> CommModel:
+    """The least-squares line through messages' seconds in training; its start times ``starts``."""
     bytes, times = (np.array(column, dtype=np.float64) for column in zip(*seconds, strict=True))
     if np.ptp(bytes) == 0.0:
         return CommModel.linear(0.0, float(np.median(times) / max(bytes[0], 1.0)))
-    return CommModel.linear(*fit_line(bytes, times, np.ones(len(bytes))))
+    start, per_byte = fit_line(bytes, times, np.ones(len(bytes)))
+    return CommModel.linear(starts * start, per_byte)
 
 
 def in_order(plan: Plan, names: Sequence[str], work: Pass) -> Plan:
@@ -126,7 +172,7 @@ def in_order(plan: Plan, names: Sequence[str], work: Pass) -> Plan:
     buckets = [[index[name] for name in bucket] for bucket in plan.buckets]
     total = max(float(work.bytes.sum()), 1.0)
     comm = CommModel.linear(0.0, (work.forward_s + work.backward_s) / total)
-    messages = timed_messages(work, comm, buckets, [1] * len(buckets))
+    messages = timed_messages(work, comm, [(bucket, 1) for bucket in buckets])
     order = tuple(messages[i].bucket for i in _order(messages))
     return replace(plan, predicted_s=None, exposed_s=None, order=order)
 
@@ -177,10 +223,8 @@ def overlapped_s(work: Pass, sent: Sequence[TimedMessage]) -> float:
     return begin - end
 
 
-def _partition(
-    work: Pass, kinds: Sequence[Hashable], count: int
-) -> tuple[list[list[int]], list[int]]:
-    """Buckets of about a ``count``-th of all bytes, and into how many pieces each is cut."""
+def _partition(work: Pass, kinds: Sequence[Hashable], count: int) -> Partition:
+    """Return buckets of about a ``count``-th of all bytes."""
     part = max(float(work.bytes.sum()) / count, 1.0)
     by_ready = sorted(range(len(kinds)), key=lambda i: (float(work.ready_s[i]), i))
     open_: dict[Hashable, list[int]] = {}
@@ -194,17 +238,22 @@ def _partition(
     buckets += list(open_.values())
     buckets.sort(key=lambda bucket: float(work.ready_s[bucket].max()))
     sizes = [float(work.bytes[bucket].sum()) for bucket in buckets]
-    return buckets, [max(1, math.ceil(size / part - 1e-6)) for size in sizes]
+    counts = [max(1, math.ceil(size / part - 1e-6)) for size in sizes]
+    return list(zip(buckets, counts, strict=True))
 
 
-def timed_messages(
-    work: Pass, comm: CommModel, buckets: Sequence[Sequence[int]], pieces: Sequence[int]
-) -> list[TimedMessage]:
+def _sent(work: Pass, comm: CommModel, partition: Partition) -> list[TimedMessage]:
+    """Return the messages in the order in which they are sent."""
+    messages = timed_messages(work, comm, partition)
+    return [messages[i] for i in _order(messages)]
+
+
+def timed_messages(work: Pass, comm: CommModel, partition: Partition) -> list[TimedMessage]:
+    """Return the messages of a partition, bucket by bucket."""
     messages = []
-    for number, (bucket, count) in enumerate(zip(buckets, pieces, strict=True)):
-        members = list(bucket)
+    for number, (members, count) in enumerate(partition):
         # The last bucket has the control flags, which are known at the end of the step.
-        last = number == len(buckets) - 1
+        last = number == len(partition) - 1
         ready = work.backward_s if last else float(work.ready_s[members].max())
         needed = float(work.needed_s[members].min())
         size = float(work.bytes[members].sum()) / count
