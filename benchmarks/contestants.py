@@ -9,6 +9,7 @@ ddp, ddp+fp16        PyTorch DistributedDataParallel over Gloo, with its fp16 ho
 ddp:buckets=8 ...    the same with buckets of an 8th of all gradients (bucket_cap_mb), not a 4th
 ddp:post-local       PyTorch's PostLocalSGD: models averaged every 4 steps
 pipe-sgd+int8 ...    hvd_pipe: a strategy's spelling, and a compression
+pipe-sgd@torch ...   hvd_pipe: a strategy's spelling, and what carries its messages
 tf:...               TensorFlow: see contestants_tf.py
 """
 
@@ -73,17 +74,28 @@ def make(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Conte
             return _engine(int(name.partition("=")[2]), model, loss)
         makers = {"single": _single, "conventional": _conventional, "horovod": _horovod}
         return {**makers, "horovod:asleep": _horovod_asleep}[name](model, loss)
-    kind, _, compression = name.partition("+")
+    kind, compression, carrier = parts_of(name)
     if kind in PEERS or compression not in CODECS:
-        raise ValueError(f"{name}: not one of {', '.join(PEERS)}, or a strategy[+codec]")
-    return _ours(kind, compression, model, loss)
+        raise ValueError(f"{name}: not one of {', '.join(PEERS)}, or a strategy[+codec][@carrier]")
+    return _ours(kind, compression, carrier, model, loss)
+
+
+def parts_of(name: str) -> tuple[str, str, str]:
+    """Return the strategy, the codec and the carrier that a contestant's name has.
+
+    >>> parts_of("pipe-sgd+int8@torch")
+    ('pipe-sgd', 'int8', 'torch')
+    """
+    rest, _, carrier = name.partition("@")
+    kind, _, compression = rest.partition("+")
+    return kind, compression, carrier
 
 
 def period_of(name: str) -> int:
     """Return after how many steps a contestant averages models; 1 where it averages gradients."""
     if name == "ddp:post-local":
         return POST_LOCAL_PERIOD
-    kind = name.removeprefix(TENSORFLOW).partition("+")[0]
+    kind, _, _ = parts_of(name.removeprefix(TENSORFLOW))
     if kind in PEERS:
         return 1
     strategy = parse(kind)
@@ -194,13 +206,18 @@ def _engine(count: int, model: nn.Module, loss: Callable[[], torch.Tensor]) -> C
 
 
 def _ours(
-    kind: str, compression: str, model: nn.Module, loss: Callable[[], torch.Tensor]
+    kind: str,
+    compression: str,
+    carrier: str,
+    model: nn.Module,
+    loss: Callable[[], torch.Tensor],
 ) -> Contestant:
     optimizer = hvd.DistributedOptimizer(
         SGD(model.parameters(), LR),
         model.named_parameters(),
         compression=CODECS[compression],
         strategy=kind,
+        carrier=carrier or None,
     )
     return Contestant(_steps(optimizer, loss), optimizer.synchronize)
 

@@ -32,7 +32,7 @@ from statistics import median
 from typing import Any
 
 from cluster import MOST_HOSTS, Cluster, ClusterError, end
-from contestants import DDP_BUCKETS, ENGINE, TENSORFLOW, period_of
+from contestants import DDP_BUCKETS, ENGINE, TENSORFLOW, parts_of, period_of
 from models import MODELS
 from throughput_rank import write
 from throughput_report import table
@@ -294,7 +294,7 @@ def run_cell(
     chosen = contestants_of(cell.ratio, options)
     all_reduce_s = set_ratio(cluster, teams["ours"], alone["seconds"], cell.ratio, size)
     names = {name for each in chosen.values() for name in each}
-    codecs = {name.partition("+")[2] for name in names} & set(CODECS)
+    codecs = {parts_of(name)[1] for name in names} & set(CODECS)
     sizes = [4 * round(size * CODECS[codec].ratio / 4) for codec in sorted(codecs)]
     all_reduces = measured(teams["ours"], "all-reduce", [SMALL_BYTES, *sizes], all_reduce_s)
     all_reduces[size] = all_reduce_s

@@ -29,9 +29,20 @@ import torch
 import torch.distributed as dist
 
 import hvd_pipe.torch as hvd
+from hvd_pipe.torch.messages.group import THREADS
 
 POLL_S = 0.01
 LEAD_STEPS = 2  # after a barrier, until each step waits for what one after it has sent
+
+
+class _WithThreads(dist.ProcessGroupGloo):
+    """DDP's messages travel at once as ours do: `dist.init_process_group` has no option for it."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout, options._threads = timeout, THREADS
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        super().__init__(store, rank, size, options)
 
 
 class Rank:
@@ -47,6 +58,7 @@ class Rank:
             self.rank, self.barrier = self._tensorflow.start(team == "tf-ours")
         elif team == "ddp":
             self.rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+            dist.distributed_c10d.ProcessGroupGloo = _WithThreads
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{store}",

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from contestants import TENSORFLOW, period_of
+from contestants import TENSORFLOW, parts_of, period_of
 from emulated import scaled
 from harness import markdown
 from models import profile
@@ -51,7 +51,7 @@ def limit_s(cell: Cell, contestant: str) -> float:
     """
     prefix = TENSORFLOW if contestant.startswith(TENSORFLOW) else ""
     compute = seconds(cell, f"{prefix}single")
-    kind, _, compression = contestant.removeprefix(prefix).partition("+")
+    kind, compression, _ = parts_of(contestant.removeprefix(prefix))
     codec = CODECS[compression or "none"]
     size = cell["gradient_bytes"] * codec.ratio
     measured = cell["exchange_s" if codec.phases > 1 else "all_reduce_s"]
@@ -91,7 +91,7 @@ def predicted_s(cell: Cell, contestant: str) -> float:
     slope = (late - early) / (large - small)
     comm = CommModel.linear(max(0.0, early - slope * small), slope)
     layers = _layers(cell["model"], seconds(cell, "single"), cell["gradient_bytes"])
-    return step_time(contestant, layers, comm).total_s
+    return step_time(parts_of(contestant)[0], layers, comm).total_s
 
 
 def ours(contestant: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,10 +58,22 @@ def _at_least(ctx: click.Context, param: click.Parameter, value: int) -> int:
     type=click.Choice(("cpu", "cuda")),
     help="Where the messages lie.  [default: GPUs if there are]",
 )
+@click.option(
+    "--carrier",
+    type=click.Choice(("horovod", "torch")),
+    default="horovod",
+    show_default=True,
+    help="What carries them, as in DistributedOptimizer(carrier=).",
+)
 @options.output_option(".json", what="the cluster for --cluster", multiple=True)
 @options.json_option
 def command(
-    max_bytes: int, budget: float, device: str | None, paths: tuple[Path, ...], as_json: bool
+    max_bytes: int,
+    budget: float,
+    device: str | None,
+    carrier: str,
+    paths: tuple[Path, ...],
+    as_json: bool,
 ) -> None:
     """Time all-reduces between the ranks of a job.
 
@@ -75,8 +88,10 @@ def command(
             "bench measures between ranks: horovodrun -np 2 hvd-pipe bench (with -H for several "
             "hosts)"
         )
+    if device == "cuda" and carrier == "torch":
+        raise InputError("--carrier torch carries from processors only: --device cpu")
     try:
-        result = measure(max_bytes, budget, device)
+        result = measure(max_bytes, budget, device, carrier)
     except ImportError as error:
         raise HvdPipeError(f"{error}; hvd-pipe doctor says what is missing") from error
     if result is None:
@@ -148,14 +163,12 @@ def message_sizes(max_bytes: int) -> list[int]:
 
 
 def measure(
-    max_bytes: int, budget_s: float, device: str | None
+    max_bytes: int, budget_s: float, device: str | None, carrier: str
 ) -> tuple[Cluster, dict[str, Any]] | None:
     """Measure on all ranks; return the cluster and rank 0's document, None on other ranks."""
-    import torch  # noqa: PLC0415 - torch and Horovod take seconds
-
-    import hvd_pipe.torch  # noqa: PLC0415
-    from hvd_pipe.torch.agree import check_alike  # noqa: PLC0415
-    from hvd_pipe.torch.measuring.probes import uses_nccl  # noqa: PLC0415
+    import hvd_pipe.torch  # noqa: PLC0415 - torch and Horovod take seconds
+    from hvd_pipe.torch.measuring.probes import measure_allreduce, uses_nccl  # noqa: PLC0415
+    from hvd_pipe.torch.messages.group import Group  # noqa: PLC0415
 
     hvd: Any = hvd_pipe.torch  # most of its names are Horovod's, which has no types
     hvd.init()
@@ -164,40 +177,66 @@ def measure(
             f"the launcher started {options.job_size()} ranks, but Horovod sees one: "
             "hvd-pipe doctor says which launchers it is built for"
         )
+    settings = f"--max-bytes {max_bytes} --budget {budget_s:g} --carrier {carrier}"
+    place, memory = _place(hvd, "cpu" if carrier == "torch" else device, settings)
+    first, everyone = hvd.rank() == 0, hvd.global_process_set
+    group = Group(everyone, "hvd_pipe.bench.group") if carrier == "torch" else None
+    time_sizes = partial(
+        measure_allreduce, device=place, process_set=everyone, tag="hvd_pipe.bench", group=group
+    )
+    sizes, seconds, delay = _rounds(
+        time_sizes, message_sizes(max_bytes), budget_s, first, everyone
+    )
+    workers, per_node = hvd.size(), hvd.local_size()
+    controller = "MPI" if hvd.mpi_enabled() else "Gloo"
+    blocking = group is None and not uses_nccl(place)
+    hvd.shutdown()
+    if not first:
+        return None
+    model = replace(measured(sizes, seconds), delay=delay, blocking=blocking)
+    network = Network(None, measured=model, measured_workers=workers, measured_per_node=per_node)
+    by = "" if group is None else ", by torch.distributed"
+    name = f"measured on {workers} ranks, {place.type}{by}"
+    cluster = Cluster(workers, network, memory_bytes=memory, name=name)
+    document = {
+        "command": "bench",
+        "workers": workers,
+        "device": place.type,
+        "controller": controller,
+    }
+    document |= {
+        "carrier": carrier,
+        "delay_s": delay,
+        "rows": _rows(sizes, seconds, model, workers),
+    }
+    return cluster, {**document, "error": model.error, "cluster": json.loads(cluster.to_json())}
+
+
+def _place(hvd: Any, device: str | None, settings: str) -> tuple[Any, int | None]:
+    """Return where messages lie on this rank, and a GPU's memory; all ranks do so alike."""
+    import torch  # noqa: PLC0415
+
+    from hvd_pipe.torch.agree import check_alike  # noqa: PLC0415
+
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     lacks = where == "cuda" and torch.cuda.device_count() < hvd.local_size()
     if device is None and lacks:
         where = "cpu"
-    settings = f"--max-bytes {max_bytes} --budget {budget_s:g}"
     check_alike(
         [("options", settings), ("device", where), ("a GPU for each rank", str(not lacks))],
         "hvd_pipe.bench",
         hvd.global_process_set,
     )
-    if where == "cuda" and lacks:
+    if where == "cpu":
+        return torch.device("cpu"), None
+    if lacks:
         raise HvdPipeError(
             f"--device cuda needs a GPU for each of the {hvd.local_size()} ranks of a host, but "
             f"torch sees {torch.cuda.device_count()}: fewer ranks, or --device cpu"
         )
-    place, memory = torch.device("cpu"), None
-    if where == "cuda":
-        place = torch.device(where, hvd.local_rank())
-        torch.cuda.set_device(place)
-        memory = torch.cuda.get_device_properties(place).total_memory
-    first, everyone = hvd.rank() == 0, hvd.global_process_set
-    sizes, seconds, delay = _rounds(message_sizes(max_bytes), place, budget_s, first, everyone)
-    workers, per_node = hvd.size(), hvd.local_size()
-    controller = "MPI" if hvd.mpi_enabled() else "Gloo"
-    hvd.shutdown()
-    if not first:
-        return None
-    model = replace(measured(sizes, seconds), delay=delay, blocking=not uses_nccl(place))
-    network = Network(None, measured=model, measured_workers=workers, measured_per_node=per_node)
-    name = f"measured on {workers} ranks, {where}"
-    cluster = Cluster(workers, network, memory_bytes=memory, name=name)
-    document = {"command": "bench", "workers": workers, "device": where, "controller": controller}
-    document |= {"delay_s": delay, "rows": _rows(sizes, seconds, model, workers)}
-    return cluster, {**document, "error": model.error, "cluster": json.loads(cluster.to_json())}
+    place = torch.device(where, hvd.local_rank())
+    torch.cuda.set_device(place)
+    return place, torch.cuda.get_device_properties(place).total_memory
 
 
 def _rows(
@@ -217,11 +256,10 @@ def _rows(
 
 
 def _rounds(
-    sizes: list[int], device: Any, budget_s: float, first: bool, everyone: Any
+    measure_allreduce: Any, sizes: list[int], budget_s: float, first: bool, everyone: Any
 ) -> tuple[list[int], list[float], float]:
     """Measure the sizes some times; return sizes, median seconds over rounds, and the delay."""
     from hvd_pipe.torch.agree import largest  # noqa: PLC0415
-    from hvd_pipe.torch.measuring.probes import measure_allreduce  # noqa: PLC0415
 
     samples: dict[int, list[float]] = {}
     delays: list[float] = []
@@ -238,7 +276,7 @@ def _rounds(
         start = time.perf_counter()
         budget = left if len(samples) > 1 else budget_s
         (measured_sizes, seconds), delay = measure_allreduce(
-            sizes, device, everyone, budget, progress, "hvd_pipe.bench"
+            sizes, budget_s=budget, progress=progress
         )
         for size, sample in zip(measured_sizes, seconds, strict=True):
             if sample > _FLOOR_S:

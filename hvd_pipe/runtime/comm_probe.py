@@ -48,8 +48,8 @@ class Sender(Protocol):
     def largest(self, values: Sequence[float]) -> list[float]:
         """Return, place by place, the largest of all ranks' values."""
 
-    def uses_nccl(self) -> bool:
-        """Return whether NCCL carries these messages, beside the thread that negotiates."""
+    def is_beside_negotiation(self) -> bool:
+        """Return whether these messages travel beside the thread that negotiates, as NCCL's do."""
 
 
 def measure_comm(largest_bytes: int, sender: Sender) -> CommModel:
@@ -60,7 +60,7 @@ def measure_comm(largest_bytes: int, sender: Sender) -> CommModel:
     """
     sizes = _sizes(min(largest_bytes, LARGEST))
     (sizes, seconds), delay = measure_allreduce(sizes, sender)
-    [blocking] = sender.largest([float(not sender.uses_nccl())])
+    [blocking] = sender.largest([float(not sender.is_beside_negotiation())])
     comm = replace(measured(sizes, seconds), delay=delay, blocking=bool(blocking))
     if comm.error is not None:
         _log.info(

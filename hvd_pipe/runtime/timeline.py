@@ -51,7 +51,7 @@ class PendingOperation:
     nbytes: int
     start: float
     slot: int
-    handle: int | None = None
+    arrived: Callable[[], bool] | None = None
 
     def complete(self) -> None:
         """Note that the message has arrived, unless that is known."""
@@ -139,20 +139,25 @@ class Recorder:
     # Messages.
 
     def launched(
-        self, message: str, nbytes: int, handle: int | None = None, *, begun: float | None = None
+        self,
+        message: str,
+        nbytes: int,
+        arrived: Callable[[], bool] | None = None,
+        *,
+        begun: float | None = None,
     ) -> PendingOperation:
-        """Note that a message leaves, or was given to Horovod at the moment ``begun``.
+        """Note that a message leaves, or was launched at the moment ``begun``.
 
-        It ends when it is completed or, where it has a handle, when Horovod says so.
+        It ends when it is completed or, where that is given, when it has ``arrived``.
         """
         if not self.is_on:
             return NOT_SHOWN
         start = self.now() if begun is None else begun
         with self._changed:
             slot = next(slot for slot in itertools.count() if slot not in self._pending)
-            operation = PendingOperation(self, message, nbytes, start, slot, handle)
+            operation = PendingOperation(self, message, nbytes, start, slot, arrived)
             self._pending[slot] = operation
-            if handle is not None and self._thread is None:
+            if arrived is not None and self._thread is None:
                 name = "hvd_pipe timeline"
                 self._thread = threading.Thread(target=self._ask, name=name, daemon=True)
                 self._thread.start()
@@ -177,17 +182,13 @@ class Recorder:
         if thread is not None:
             thread.join()
 
-    def _poll(self, handle: int) -> bool:
-        """Return whether the message of a handle has arrived, in a framework with handles."""
-        return False
-
     def _ask(self) -> None:
         with self._changed:
             while self._thread is threading.current_thread():
-                asked = [each for each in self._pending.values() if each.handle is not None]
+                asked = [each for each in self._pending.values() if each.arrived is not None]
                 for operation in asked:
                     with suppress(Exception):  # somebody has waited for it, and completes it
-                        if operation.handle is not None and self._poll(operation.handle):
+                        if operation.arrived is not None and operation.arrived():
                             operation.complete()
                 ages = [self.now() - operation.start for operation in asked]
                 self._changed.wait(max(_POLL_S, _POLL_SHARE * min(ages)) if asked else None)

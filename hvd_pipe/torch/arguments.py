@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -15,6 +17,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set
 
 from hvd_pipe.cocod import assign_fragments
+from hvd_pipe.errors import nearest
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import arguments, check_mode
 from hvd_pipe.runtime.consensus import Description, members
@@ -22,11 +25,17 @@ from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy
 from hvd_pipe.torch import workers
 from hvd_pipe.torch.agree import agreement
-from hvd_pipe.torch.compression import Codec
+from hvd_pipe.torch.compression import Codec, codec_for
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Reduction
-from hvd_pipe.torch.parameters import all_names, owned_by, trainable
+from hvd_pipe.torch.messages.group import Group
+from hvd_pipe.torch.parameters import all_names, gradient_dtype, owned_by, trainable
+from hvd_pipe.torch.strategies.base import unused_groups
 from hvd_pipe.torch.strategies.settings import Settings, describe
+
+CARRIER = "HVD_PIPE_CARRIER"
+HOROVOD, TORCH = CARRIERS = ("horovod", "torch")
+DEFAULT = HOROVOD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,7 @@ class Arguments(arguments.Arguments):
     member = torch.Tensor
 
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+    carrier: str | None = None
     for_copy: bool = False
     """Whether the optimizer is a copy of a distributed one, and not the user's plain one."""
 
@@ -84,7 +94,29 @@ class Arguments(arguments.Arguments):
             plan = strategy.load_plan()
         if plan is not None:
             settings.index.plan_groups(plan, range(len(parameters)))
-        return Checked(self, settings, strategy, plan, names, candidates, left_out)
+        carrier = self._carrier(parameters, (strategy, *candidates))
+        return Checked(self, settings, strategy, plan, names, carrier, candidates, left_out)
+
+    def _carrier(self, parameters: Sequence[torch.Tensor], methods: Sequence[Strategy]) -> str:
+        """Return what carries the messages: what was asked for, where that can be."""
+        carrier = self.carrier or os.environ.get(CARRIER) or DEFAULT
+        if carrier not in (HOROVOD, TORCH):
+            name, meant = "carrier" if self.carrier else CARRIER, nearest(carrier, CARRIERS)
+            raise ValueError(f"{name} must be 'horovod' or 'torch', got {carrier!r}{meant}.")
+        if carrier == HOROVOD:
+            return carrier
+        within = any(isinstance(one, CoCoD) and one.within == "node" for one in methods)
+        for wrong, what in (
+            (sys.platform != "linux", f"{sys.platform}: it needs Linux"),
+            (any(p.device.type != "cpu" for p in parameters), "parameters on a GPU"),
+            (self.op == Adasum, "op=hvd.Adasum"),
+            (within, "within='node'"),
+        ):
+            if wrong and self.carrier == TORCH:
+                raise ValueError(f"carrier='torch' does not go with {what}: use 'horovod'.")
+            if wrong:
+                return HOROVOD
+        return TORCH if len(members(self.process_set)) > 1 else HOROVOD
 
     def _check_with(self, optimizer: torch.optim.Optimizer, method: Method) -> None:
         """Raise ValueError where a strategy does not go with the optimizer and the arguments."""
@@ -132,6 +164,8 @@ class Checked:
     plan: Plan | None
     all_names: list[str]
     """The names of all of the optimizer's parameters, frozen ones too."""
+    carrier: str
+    """What carries the messages."""
     candidates: tuple[Method, ...] = ()
     """What `Auto` may choose from."""
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -144,6 +178,7 @@ class Checked:
         return [
             *self.arguments.describe_values(self.strategy, self.plan),
             ("groups", str(settings.groups)),
+            ("carrier", self.carrier),
             *describe(named),
         ]
 
@@ -177,8 +212,19 @@ def check_everywhere(optimizer: torch.optim.Optimizer, given: Arguments) -> Chec
     checked = agreement.checked(check, f"hvd_pipe.{number}.construction", process_set)
     if process_set.process_set_id == global_process_set.process_set_id:
         workers.watch()
+    if checked.carrier == TORCH and process_set.included():
+        checked = dataclasses.replace(checked, settings=_with_group(checked.settings))
     timeline.start(checked.settings.parameters, process_set)
     return checked
+
+
+def _with_group(settings: Settings) -> Settings:
+    """Make the group that carries the messages of these settings; all ranks do so."""
+    reduction, parameters = settings.reduction, settings.parameters
+    codecs = [codec_for(reduction.compression, gradient_dtype(p)) for p in parameters]
+    name, encodes = f"{settings.tag}.group", any(codec is not None for codec in codecs)
+    group = Group(reduction.process_set, name, encodes, unused_groups())
+    return dataclasses.replace(settings, reduction=dataclasses.replace(reduction, group=group))
 
 
 def _check_optimizer(optimizer: object, for_copy: bool) -> None:

@@ -21,7 +21,7 @@ from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime.arguments import check_passes
 from hvd_pipe.runtime.restarts import is_elastic
-from hvd_pipe.strategy import Auto, MergedGradient, Strategy
+from hvd_pipe.strategy import Auto, Strategy
 from hvd_pipe.torch import amp, checkpoint, workers
 from hvd_pipe.torch.arguments import Arguments, Checked, check_alone, check_everywhere
 from hvd_pipe.torch.auto_choice import AutoChoice, say_left_out
@@ -30,12 +30,11 @@ from hvd_pipe.torch.compression import Compression
 from hvd_pipe.torch.horovod_api import broadcast_optimizer_state, root_of_horovods
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.measuring.step_times import JobProfile, profile_job
-from hvd_pipe.torch.overlap_start import OverlapStart
+from hvd_pipe.torch.overlap_start import OverlapStart, start_of
 from hvd_pipe.torch.parameters import NewGradients, is_zero, owned_by
 from hvd_pipe.torch.partial_updates import Options, update_quietly
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.make_engine import make_engine
-from hvd_pipe.torch.strategies.pending_parameters import memory_of
 
 _log = logging.getLogger("hvd_pipe")
 
@@ -73,8 +72,7 @@ class DistributedMixin(torch.optim.Optimizer):
     def sent_bytes(self) -> float:
         """Bytes this rank has put on the wire for gradients and models so far.
 
-        Counted as ``2 (n-1)/n`` of each message in the form in which it travels (compressed, with
-        scales and padding), the least that an all-reduce over n workers needs.
+        Counted as ``2 (n-1)/n`` of each message as it travels, the least that an all-reduce needs.
         """
         engine, before = self._hvd_pipe, self._hvd_pipe_sent
         return before if engine is None else before + engine.reduction.traffic.sent_bytes
@@ -207,11 +205,12 @@ class DistributedMixin(torch.optim.Optimizer):
         if to_none and getattr(super().zero_grad, "__func__", None) is _CLEAR:
             with torch._C.DisableTorchFunctionSubclass():  # it reads no values
                 super().zero_grad()
+            self._hvd_pipe_gradients.note_none()
         else:
             super().zero_grad(*args, **kwargs)
+            self._note_old()
         if self._hvd_pipe is not None:
             self._hvd_pipe.note_cleared()
-        self._note_old()
 
     def synchronize(self, loss_scale: float | None = None) -> None:
         """Finish what is in flight.
@@ -388,12 +387,9 @@ class DistributedMixin(torch.optim.Optimizer):
         workers.note(self)
         say_left_out(checked)
         self._hvd_pipe = engine = make_engine(checked, weakref.ref(self))
-        if isinstance(checked.strategy, Auto):
-            self._hvd_pipe_chooser = AutoChoice(checked, self, engine)
-        elif isinstance(checked.strategy, MergedGradient) and checked.strategy.overlaps_forward:
-            is_given = checked.strategy != MergedGradient(overlap="forward")
-            is_given = is_given or checked.settings.groups is not None
-            self._hvd_pipe_chooser = OverlapStart(memory_of(checked.settings.parameters), is_given)
+        is_auto = isinstance(checked.strategy, Auto)
+        chooser = AutoChoice(checked, self, engine) if is_auto else start_of(checked)
+        self._hvd_pipe_chooser = chooser
         return engine
 
     def _resumed(self, engine: Engine, in_flight: SavedState | None) -> Engine:
@@ -613,6 +609,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: ProcessSet = global_process_set,
     *,
     strategy: str | Strategy | None = None,
+    carrier: str | None = None,
 ) -> Any:
     """Return the optimizer with its gradients (or models) averaged over the workers.
 
@@ -647,6 +644,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             in ``"cocod:period=8"``, or a strategy object; None takes ``HVD_PIPE_STRATEGY``.
             ``"auto:allow=merged-gradient/pipe-sgd"`` measures the first steps and goes on with the
             fastest of those named; ``state_dict()`` holds the choice.
+        carrier: ``"horovod"``, or ``"torch"``: groups of `torch.distributed` (docs/carriers.md)
+            take messages to other workers. None takes ``HVD_PIPE_CARRIER``.
 
     Returns:
         The optimizer to use from here on.
@@ -680,6 +679,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
         strategy=strategy,
+        carrier=carrier,
     )
     # In an elastic job this sends nothing: when a new worker gets here, the others have passed
     # this long ago, and wait for it elsewhere.

@@ -20,6 +20,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,14 +36,17 @@ from hvd_pipe.torch.partial_updates import updates_each_parameter
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
-from hvd_pipe.torch.strategies.pending_parameters import Memory
+from hvd_pipe.torch.strategies.pending_parameters import Memory, memory_of
+
+if TYPE_CHECKING:
+    from hvd_pipe.torch.arguments import Checked
 
 WATCH_STEPS = 3
 SETTLE_STEPS = 2
 TIMED_STEPS = 4
 TRIALS = 4
 FIRST_PARTS = (6, 18)
-FEWER = 0.6  # messages of the last trial over those of the plan that seemed best before
+DEARER = 2.5  # what a message costs beside its bytes, in the last trial, over what was measured
 
 _log = logging.getLogger("hvd_pipe")
 
@@ -223,9 +227,8 @@ class OverlapStart:
             busy = (work.forward_s + work.backward_s) / max(float(work.bytes.sum()), 1.0)
             comm, parts = CommModel.linear(0.0, busy), FIRST_PARTS[number : number + 1]
         else:
-            comm, parts = fitted(self._messages), PARTS
-            if number > len(FIRST_PARTS):
-                parts = (max(1, round(FEWER * _count(tried[-1].plan))),)
+            starts = DEARER if number > len(FIRST_PARTS) else 1.0
+            comm, parts = fitted(self._messages, starts), PARTS
         kinds = [(p.dtype, p.device) for p in settings.parameters]
         return plan_overlap(settings.names, work, comm, kinds, parts), False
 
@@ -241,6 +244,15 @@ class OverlapStart:
             return dataclasses.replace(best.plan, tried_forward=tried_forward)
         kept = barrier if min(barrier_s) <= best.step_s else best.plan
         return dataclasses.replace(kept, tried=before, tried_forward=tried_forward)
+
+
+def start_of(checked: Checked) -> OverlapStart | None:
+    """Return what defers updates under these arguments; None where the barrier stays."""
+    strategy, settings = checked.strategy, checked.settings
+    if not isinstance(strategy, MergedGradient) or not strategy.overlaps_forward:
+        return None
+    is_given = strategy != MergedGradient(overlap="forward") or settings.groups is not None
+    return OverlapStart(memory_of(settings.parameters), is_given)
 
 
 def _count(plan: Plan) -> int:

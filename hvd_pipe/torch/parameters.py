@@ -159,6 +159,10 @@ class NewGradients:
         self._parameters = parameters
         self._gradients = [None if g is None else weakref.ref(g) for g in gradients]
 
+    def note_none(self) -> None:
+        """Register that no parameter has a gradient: whatever comes is new."""
+        self._parameters, self._gradients, self._versions = (), [], []
+
     def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
         """Keep gradients that an update has written into marked as consumed (nesterov does)."""
         places = {id(parameter): place for place, parameter in enumerate(self._parameters)}

@@ -7,6 +7,7 @@ import gc
 import inspect
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +23,13 @@ from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.runtime import restarts
 from hvd_pipe.runtime.lifecycle import Lifecycle
 from hvd_pipe.runtime.watch.rank_side import Frames, Job, module_of
-from hvd_pipe.runtime.watch.waits import Wait, of_thread
+from hvd_pipe.runtime.watch.waits import Wait, of_thread, sleep_between_polls, waiting_for
 from hvd_pipe.torch.agree import agreement
 from hvd_pipe.torch.compression import codec_for
 from hvd_pipe.torch.messages import pending
-from hvd_pipe.torch.strategies.base import live_engines
+from hvd_pipe.torch.messages.allreduce import launch_zeros
+from hvd_pipe.torch.messages.group import open_groups
+from hvd_pipe.torch.strategies.base import Engine, live_engines
 
 _log = logging.getLogger("hvd_pipe")
 
@@ -141,9 +144,33 @@ def _joining() -> Iterator[None]:
     finish_all()
     pending.complete_all()
     for engine in live_engines():
-        engine.joined()
+        engine.complete_round()
+        if engine.reduction.group is None:
+            engine.joined()
     yield
+    _take_part([group.user for group in open_groups if group.user is not None])
     _unnamed.clear()  # all ranks have met
+
+
+def _take_part(engines: list[Engine]) -> None:
+    """Send zeros with the ranks that have not joined, until all have."""
+    rounds = {engine: launch_zeros(engine.next_messages) for engine in engines}
+    begun = time.monotonic()
+    with waiting_for("ranks that have not joined"):
+        while rounds:
+            for engine, messages in tuple(rounds.items()):
+                if not all(message.arrived for message in messages):
+                    continue
+                words = [message.wait() for message in messages]
+                begun = time.monotonic()
+                if engine.all_have_left([word for part in words for word in part]):
+                    del rounds[engine]
+                    if engine in live_engines():
+                        engine.joined()
+                else:
+                    engine.skip_round()
+                    rounds[engine] = launch_zeros(engine.next_messages)
+            sleep_between_polls(begun)
 
 
 # How the watch learns that this rank waits for others. Our own code registers its waits

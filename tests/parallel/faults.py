@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from problem import OPTIMIZERS, make_model
-from ranks import HOROVODRUN, JOB, environment, processes_of
+from ranks import HOROVODRUN, JOB, environment, inherited, processes_of
 
 SCRIPT = Path(__file__).with_name("workers_faults.py")
 START_S = 150.0  # for a start that takes seconds on a quiet machine
@@ -53,7 +53,6 @@ class Job:
         self._temporary = tempfile.TemporaryDirectory(prefix="ranks-")
         self.directory = Path(self._temporary.name)
         self.folder, self.ranks = folder or self.directory, range(ranks)
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("HVD_PIPE_")}
         self._log = self.directory / "log"
         with self._log.open("wb") as log:
             self.launched = subprocess.Popen(
@@ -70,7 +69,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=inherited
+                env=inherited()
                 | environment()
                 | {
                     JOB: str(self.directory),

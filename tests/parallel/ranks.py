@@ -272,7 +272,7 @@ def _serve(framework: str, rank: int) -> None:
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=[number],
-            env=_inherited() | environment(),
+            env=inherited() | environment(),
             start_new_session=True,
         )
     atexit.register(server.communicate)
@@ -300,14 +300,15 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_inherited() | environment() | env | {JOB: str(directory)},
+            env=inherited() | environment() | env | {JOB: str(directory)},
             start_new_session=True,
         )
 
 
-def _inherited() -> dict[str, str]:
-    """The environment, less what would choose a strategy in place of the test."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("HVD_PIPE_")}
+def inherited() -> dict[str, str]:
+    """The environment, less what would choose for the test; all tests may run by one carrier."""
+    keep = ("HVD_PIPE_CARRIER",)
+    return {k: v for k, v in os.environ.items() if not k.startswith("HVD_PIPE_") or k in keep}
 
 
 def _end(launched: subprocess.Popen[bytes], directory: Path) -> None:

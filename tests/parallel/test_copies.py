@@ -71,7 +71,7 @@ def described(optimizer: Any) -> dict[str, Any]:
         "names": list(settings.names),
         "passes": engine.settings.passes,
         "sparse_as_dense": settings.sparse_as_dense,
-        "reduction": dataclasses.replace(reduction, process_set=None, traffic=None),
+        "reduction": dataclasses.replace(reduction, process_set=None, traffic=None, group=None),
         "ranks": list(reduction.process_set.ranks),
     }
 

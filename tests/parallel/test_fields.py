@@ -106,6 +106,7 @@ OF_OPTIMIZERS: dict[str, Differing] = {
         {"strategy": in_file(2)}, {"strategy": in_file(3)}, "('4.bias', '4.weight')", "'2.bias')"
     ),
     "number of groups": argument("num_groups", 1, 2, "[[5, 4, 3, 2", "[[5, 4, 3], [2"),
+    "carrier": argument("carrier", "horovod", "torch"),
     "order of a plan": differing(
         {"strategy": sent_as("forward", 0, 1)},
         {"strategy": sent_as("forward", 1, 0)},

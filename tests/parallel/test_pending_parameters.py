@@ -418,6 +418,8 @@ def test_a_model_that_is_dropped_takes_its_due_update_along() -> None:
     optimizer = wrap(model)
     assert train(model, optimizer, range(STEPS))[-1] == 6
     gone = [weakref.ref(each) for each in (model, optimizer, optimizer._hvd_pipe)]
+    if optimizer._hvd_pipe.reduction.group is not None:
+        pytest.skip("other ranks may still send to it: docs/carriers.md")
     optimizer._hvd_pipe.current.complete_buckets()
     del model, optimizer
     gc.collect()

@@ -52,4 +52,5 @@ def test_waiting_takes_no_processor(launcher: str) -> None:
     if hvd.rank() == 0:
         assert seconds > 0.9 * LATE_S
         assert used < 0.2 * seconds
-        assert 100 < slept < 4000 * seconds  # 2 in a millisecond, and more in the first one
+        if optimizer._hvd_pipe.reduction.group is None:  # else the thread sleeps at once
+            assert 100 < slept < 4000 * seconds  # 2 in a millisecond, and more in the first one

@@ -244,6 +244,7 @@ BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "docs/index.md python 0": _import,
     "docs/getting-started.md python 0": _import,
     "docs/migration.md python 0": _class_alone,
+    "docs/carriers.md python 0": _optimizer,
     "docs/elastic.md python 0": _elastic,
     "docs/overlap-forward.md python 0": _optimizer,
     "docs/overlap-forward.md python 1": _automatic,

@@ -53,6 +53,12 @@ def gradients_of(some: list[nn.Parameter], scale: float = 1.0) -> None:
         parameter.grad = torch.full_like(parameter, number * scale)
 
 
+def register(buckets: BucketSet, index: int) -> None:
+    gradient = buckets.parameters[index].grad
+    assert gradient is not None
+    buckets.ready(index, gradient)
+
+
 def test_gradients_move_into_the_buckets_whatever_they_were() -> None:
     some = parameters()
     buckets = set_of(some, [[3, 2], [0, 1]], "t")
@@ -60,7 +66,7 @@ def test_gradients_move_into_the_buckets_whatever_they_were() -> None:
     some[1].grad = None  # not computed: counts as zero
     some[3].grad = torch.full((3, 1), 4.0).to_sparse()
     for place in (3, 2, 0):
-        buckets.ready(place)
+        register(buckets, place)
     assert buckets.completed == [3, 2, 0]
     buckets.flush(ControlFlags(reordered=1.0))
     buckets.wait()
@@ -79,7 +85,7 @@ def test_a_round_that_is_given_up_leaves_no_gradient_behind() -> None:
     some = parameters()
     buckets = set_of(some, [[0, 1, 2, 3]], "given up", sparse={3})
     some[3].grad = torch.full((3, 1), 4.0).to_sparse(1)
-    buckets.ready(3)
+    register(buckets, 3)
     buckets.flush()
     buckets.complete()
     buckets.discard()
@@ -92,7 +98,7 @@ def test_a_dense_gradient_stays_dense_after_a_round_that_is_given_up() -> None:
     some = parameters()
     buckets = set_of(some, [[0, 1, 2, 3]], "given up, too")
     some[3].grad = torch.full((3, 1), 4.0).to_sparse()
-    buckets.ready(3)
+    register(buckets, 3)
     buckets.discard()
     buckets.bind_gradients()
     assert some[3].grad is not None
@@ -121,7 +127,7 @@ def test_a_rank_alone_reads_no_control_words(monkeypatch: pytest.MonkeyPatch) ->
     buckets = set_of([parameter], [[0]], "alone")
     monkeypatch.setattr("hvd_pipe.torch.messages.buckets.host_values", None)
     parameter.sum().backward()
-    buckets.ready(0)
+    register(buckets, 0)
     buckets.flush(ControlFlags(reordered=1.0))
     buckets.wait()
     assert buckets.flags.reordered == 1.0

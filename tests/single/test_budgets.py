@@ -65,21 +65,21 @@ TEXT = (".py", ".sh", ".toml", ".cfg", ".patch", ".md", ".yaml")
 ROOMS = {
     "hvd_pipe/*.py": Room(("hvd_pipe",), PYTHON, Size(9, 1360, 770, 60, 260)),
     "build_horovod": Room(("hvd_pipe/build_horovod",), TEXT, Size(11, 770, 360, 30, 90)),
-    "cli": Room(("hvd_pipe/cli",), PYTHON, Size(13, 2470, 1790, 110, 470)),
+    "cli": Room(("hvd_pipe/cli",), PYTHON, Size(13, 2510, 1820, 110, 470)),
     "pipeline": Room(("hvd_pipe/pipeline",), PYTHON, Size(13, 2400, 1490, 160, 300)),
-    "planning": Room(("hvd_pipe/planning",), PYTHON, Size(23, 7490, 4620, 340, 1220)),
+    "planning": Room(("hvd_pipe/planning",), PYTHON, Size(23, 7540, 4650, 350, 1230)),
     "runtime": Room(("hvd_pipe/runtime",), PYTHON, Size(18, 2870, 1730, 200, 470)),
     "tensorflow": Room(("hvd_pipe/tensorflow",), PYTHON, Size(36, 7140, 4310, 470, 1180)),
     "tensorflow/pipedream": Room(
         ("hvd_pipe/tensorflow/pipedream",), PYTHON, Size(8, 1680, 1050, 110, 270)
     ),
-    "torch": Room(("hvd_pipe/torch",), PYTHON, Size(40, 9220, 5890, 680, 1640)),
+    "torch": Room(("hvd_pipe/torch",), PYTHON, Size(43, 10_110, 6460, 760, 1800)),
     "torch/pipedream": Room(("hvd_pipe/torch/pipedream",), PYTHON, Size(11, 2500, 1640, 160, 540)),
-    "tests": Room(("tests",), (".py", ".toml"), Size(230, 44_630, 28_510, 2960, 4170)),
-    "benchmarks, docker": Room(("benchmarks", "docker"), TEXT, Size(44, 8750, 5760, 490, 1250)),
+    "tests": Room(("tests",), (".py", ".toml"), Size(232, 45_190, 28_910, 2990, 4230)),
+    "benchmarks, docker": Room(("benchmarks", "docker"), TEXT, Size(46, 8980, 5900, 500, 1290)),
     "examples": Room(("torch_examples", "tf_examples"), PYTHON, Size(26, 3500, 2260, 190, 310)),
 }
-PAGES = 35
+PAGES = 36
 ALL_PYTHON = 97_000
 
 

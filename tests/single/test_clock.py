@@ -18,7 +18,7 @@ DELAYS = st.integers(0, 1000)
 def test_a_halted_recorder_asks_no_more(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     recorder = Recorder(tmp_path / "rank0.json", 10_000, 0)
-    recorder.launched("a message", 4, handle=0)
+    recorder.launched("a message", 4, lambda: False)
     (thread,) = set(threading.enumerate()) - before
     recorder.halt()
     recorder.close()

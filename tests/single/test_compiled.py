@@ -70,8 +70,8 @@ def gradients_ready(compiled: str) -> list[int]:
     engine: Any = optimizer._hvd_pipe  # type: ignore[attr-defined]
     on_gradient = engine.on_gradient
 
-    def counted(place: int) -> None:
-        on_gradient(place)
+    def counted(index: int, gradient: torch.Tensor) -> None:
+        on_gradient(index, gradient)
         ready[0] = len(engine.current.completed)
 
     engine.on_gradient = counted

@@ -31,10 +31,11 @@ def test_every_signature_is_the_same(name: str) -> None:
     assert _parameters(getattr(hvd, name)) == _parameters(getattr(stock, name))
 
 
-def test_distributed_optimizer_adds_only_a_keyword() -> None:
-    *ours, last = _parameters(hvd.DistributedOptimizer)
+def test_distributed_optimizer_adds_only_keywords() -> None:
+    *ours, strategy, carrier = _parameters(hvd.DistributedOptimizer)
     assert ours == _parameters(stock.DistributedOptimizer)
-    assert last == ("strategy", inspect.Parameter.KEYWORD_ONLY, None)
+    assert strategy == ("strategy", inspect.Parameter.KEYWORD_ONLY, None)
+    assert carrier == ("carrier", inspect.Parameter.KEYWORD_ONLY, None)
 
 
 @pytest.mark.parametrize("module", ["hvd_pipe", "hvd_pipe.strategy", "hvd_pipe.planning.merge"])

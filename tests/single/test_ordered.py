@@ -265,7 +265,7 @@ class Job:
 
         monkeypatch.setattr(ordered, "message_for", message_for)
         self.messages = OrderedMessages(order)
-        self.reduction: Any = SimpleNamespace(compression=None)
+        self.reduction: Any = SimpleNamespace(compression=None, group=None)
 
     def bucket(self, numel: int, exact: int = 0) -> tuple[torch.Tensor, ordered.OrderedMessage]:
         flat = torch.arange(float(numel))

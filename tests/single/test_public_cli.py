@@ -44,6 +44,7 @@ COMPUTED = {
 # Every variable that hvd_pipe reads itself.
 VARIABLES = {
     "HVD_PIPE_CACHE",
+    "HVD_PIPE_CARRIER",
     "HVD_PIPE_CHECK",
     "HVD_PIPE_CHECK_SEED",
     "HVD_PIPE_PROFILE",

@@ -192,5 +192,5 @@ class _Sender:
     def largest(self, values: Sequence[float]) -> list[float]:
         return largest(values, f"{self._tag}.largest", self._process_set)
 
-    def uses_nccl(self) -> bool:
+    def is_beside_negotiation(self) -> bool:
         return "GPU" in self._buffer.device and bool(mpi_ops.nccl_built())

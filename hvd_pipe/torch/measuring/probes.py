@@ -22,6 +22,7 @@ from hvd_pipe.runtime import comm_probe
 from hvd_pipe.runtime.comm_probe import BUDGET_S, Progress
 from hvd_pipe.runtime.consensus import allocated_everywhere, members
 from hvd_pipe.torch.agree import gather, largest
+from hvd_pipe.torch.messages.group import Group
 
 LEAST_ROUNDS = 3
 
@@ -29,10 +30,14 @@ _NAME = "hvd_pipe.worker_speeds"
 
 
 def measure_comm(
-    largest_bytes: int, device: torch.device, process_set: ProcessSet, tag: str
+    largest_bytes: int,
+    device: torch.device,
+    process_set: ProcessSet,
+    tag: str,
+    group: Group | None = None,
 ) -> CommModel:
-    """Time all-reduces as `hvd_pipe.runtime.comm_probe.measure_comm` does."""
-    return comm_probe.measure_comm(largest_bytes, _Sender(device, process_set, tag))
+    """Time all-reduces as `hvd_pipe.runtime.comm_probe.measure_comm`; a ``group`` may carry."""
+    return comm_probe.measure_comm(largest_bytes, _Sender(device, process_set, tag, group))
 
 
 def measure_allreduce(
@@ -42,9 +47,10 @@ def measure_allreduce(
     budget_s: float = BUDGET_S,
     progress: Progress | None = None,
     tag: str = "hvd_pipe.allreduce",
+    group: Group | None = None,
 ) -> tuple[tuple[list[int], list[float]], float]:
     """Time all-reduces as `hvd_pipe.runtime.comm_probe.measure_allreduce` does."""
-    sender = _Sender(device, process_set, tag)
+    sender = _Sender(device, process_set, tag, group)
     return comm_probe.measure_allreduce(sizes, sender, budget_s, progress)
 
 
@@ -54,10 +60,13 @@ def uses_nccl(device: torch.device) -> bool:
 
 
 class _Sender:
-    """Sends messages through torch's Horovod; see `hvd_pipe.runtime.comm_probe.Sender`."""
+    """Sends messages of torch's; see `hvd_pipe.runtime.comm_probe.Sender`."""
 
-    def __init__(self, device: torch.device, process_set: ProcessSet, tag: str) -> None:
+    def __init__(
+        self, device: torch.device, process_set: ProcessSet, tag: str, group: Group | None
+    ) -> None:
         self._device, self._process_set, self._tag = device, process_set, tag
+        self._group = group
         self._buffer = torch.empty(0)
 
     def allocate(self, count: int) -> None:
@@ -70,13 +79,23 @@ class _Sender:
 
     def seconds(self, size: int, n: int) -> float:
         parts = torch.split(self._buffer[: n * size // 4], size // 4)
-        return _time(parts, f"{self._tag}.{size}", self._process_set)
+        name = f"{self._tag}.{size}"
+        if self._group is not None:
+            return _time_by(self._group, parts, name)
+        return _time(parts, name, self._process_set)
 
     def largest(self, values: Sequence[float]) -> list[float]:
         return largest(values, f"{self._tag}.largest", self._process_set)
 
-    def uses_nccl(self) -> bool:
-        return uses_nccl(self._device)
+    def is_beside_negotiation(self) -> bool:
+        return self._group is not None or uses_nccl(self._device)
+
+
+def _time_by(group: Group, messages: Sequence[torch.Tensor], name: str) -> float:
+    start = time.perf_counter()
+    for posted in [group.launch(message, name) for message in messages]:
+        posted.wait()
+    return time.perf_counter() - start
 
 
 def _time(messages: Sequence[torch.Tensor], name: str, process_set: ProcessSet) -> float:

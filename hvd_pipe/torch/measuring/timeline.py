@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import ProcessSet, poll, rank, size
+from horovod.torch.mpi_ops import ProcessSet, rank, size
 from torch.utils._pytree import tree_leaves
 
 from hvd_pipe.runtime.consensus import Description
@@ -43,9 +43,6 @@ class TorchRecorder(Recorder):
         self.caller = 0
         self.forward = 0.0
         pending.before_shutdown(self.halt)
-
-    def _poll(self, handle: int) -> bool:
-        return bool(poll(handle))
 
     def next_step(self) -> None:
         self.finder.end_step()

@@ -11,13 +11,22 @@ A `Message` is a buffer that travels again and again under one name. `message_fo
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Average, ProcessSet, Sum, allreduce_async_, global_process_set
+from horovod.torch.mpi_ops import (
+    Average,
+    ProcessSet,
+    Sum,
+    allreduce_async_,
+    global_process_set,
+    poll,
+)
 
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.comm import CODECS, CodecCost
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.timeline import NOT_SHOWN
@@ -25,6 +34,7 @@ from hvd_pipe.torch.agree import poison
 from hvd_pipe.torch.compression import Compression, codec_for
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
+from hvd_pipe.torch.messages.group import Group, Posted
 from hvd_pipe.torch.messages.pending import follow_horovod
 
 SENT, REDUCED = "own.sent", "own.reduced"
@@ -90,6 +100,11 @@ class Message(abc.ABC):
     def drop_foreign_residuals(self) -> None:  # noqa: B027 - most messages keep none
         """Zero the residuals in `feedback` of sums that other ranks encode."""
 
+    def launch_zeros(self, meets: bool = False) -> list[Zeros]:
+        """Take part with zeros, where a `Group` carries this; else wait until all ranks `meet`."""
+        self.meet()
+        return []
+
     @abc.abstractmethod
     def meet(self) -> None:
         """Wait for all ranks to call this; raises HvdPipeError where one sends the message."""
@@ -104,6 +119,8 @@ class Reduction:
     compression: Any = Compression.none
     process_set: ProcessSet = global_process_set
     traffic: Traffic = field(default_factory=Traffic)
+    group: Group | None = None
+    """What carries messages whose order all ranks share; None: Horovod."""
     weights: tuple[float, ...] = ()
     """Rank i of the process set counts ``weights[i] / sum(weights)``; empty for equal weights."""
 
@@ -224,7 +241,9 @@ class AllReduce(Message):
         trace = timeline.active
         begun = trace.now()  # it may be over when launch() returns
         self._handle = self._reduction.launch(self._wire, self._name)
-        self._operation = trace.launched(self._name, self._wire.nbytes, self._handle, begun=begun)
+        self._operation = trace.launched(
+            self._name, self._wire.nbytes, partial(poll, self._handle), begun=begun
+        )
 
     def meet(self) -> None:
         if not self._reduction.alone:
@@ -249,6 +268,114 @@ class AllReduce(Message):
         self._wire = self._context = None
 
 
+class GroupAllReduce(Message):
+    """One all-reduce by a `Group`, with a compressor around it; as `message_for` says."""
+
+    def __init__(
+        self, reduction: Reduction, flat: torch.Tensor, name: str, exact: int = 0
+    ) -> None:
+        assert reduction.group is not None
+        self._reduction, self._flat, self._name, self._group = (
+            reduction,
+            flat,
+            name,
+            reduction.group,
+        )
+        self._values, self._factor = flat[: flat.numel() - exact], reduction.factor
+        predivide = reduction.gradient_predivide_factor if reduction.op == Average else 1.0
+        self._before = 1.0 / predivide
+        self._after = predivide / reduction.workers if reduction.op == Average else 1.0
+        self._wire: torch.Tensor | None = None
+        self._context: Any = None
+        self._posted: Posted | None = None
+        self._operation = NOT_SHOWN
+        self.settled = True
+
+    def launch(self) -> None:
+        check_mode.active.delay()
+        if self._factor != 1.0:
+            self._values.mul_(self._factor)
+        self._wire, self._context = self._reduction.compression.compress(self._flat)
+        if self._before != 1.0:
+            self._wire.mul_(self._before)
+        trace = timeline.active
+        begun = trace.now()
+        self._posted = posted = self._group.launch(self._wire, self._name)
+        pending.operations.add(posted)
+        self._reduction.traffic.add(self._wire.nbytes, self._reduction.workers)
+        self._operation = trace.launched(
+            self._name, self._wire.nbytes, lambda: posted.arrived, begun=begun
+        )
+
+    @property
+    def arrived(self) -> bool:
+        return self._posted is None or self._posted.arrived
+
+    def wait(self) -> None:
+        if self._posted is None:
+            return
+        check_mode.active.delay()
+        posted, self._posted = self._posted, None
+        posted.wait()
+        pending.operations.discard(posted)
+        self._operation.complete()
+        assert self._wire is not None
+        if self._after != 1.0:
+            self._wire.mul_(self._after)
+        if self._wire is not self._flat:
+            self._flat.copy_(self._reduction.compression.decompress(self._wire, self._context))
+        self._wire = self._context = None
+
+    def launch_zeros(self, meets: bool = False) -> list[Zeros]:
+        """Take part in this message with zeros, beside the buffer."""
+        flat, exact = torch.zeros_like(self._flat), self._flat.numel() - self._values.numel()
+        if meets and exact:
+            flat[-1] = self._before
+        wire, _ = self._reduction.compression.compress(flat)
+        words = wire[wire.numel() - exact :]
+        factor = self._after if self._reduction.op == Average else 1.0 / self._reduction.workers
+        return [Zeros(self._group.launch(wire, self._name), words, factor)]
+
+    def meet(self) -> None:
+        meet([self])
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """A message on its way in which this rank takes part with zeros."""
+
+    operation: Posted | Message
+    words: torch.Tensor
+    factor: float
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self.operation.arrived
+
+    def wait(self) -> list[float]:
+        """Block until it has arrived; return the means of its exact elements."""
+        self.operation.wait()
+        return [self.factor * float(word) for word in self.words.tolist()]
+
+
+def launch_zeros(messages: Sequence[Message], meets: bool = False) -> list[Zeros]:
+    """Take part in these messages with zeros; see `Message.launch_zeros`."""
+    return [zeros for message in messages for zeros in message.launch_zeros(meets)]
+
+
+def meet(messages: Sequence[Message]) -> None:
+    """Wait for all ranks under the names of these messages, or in a round of them.
+
+    Raises HvdPipeError where other ranks send something. The last exact element of what a group
+    carries counts the ranks that meet.
+    """
+    sent = launch_zeros(messages, meets=True)
+    counts = [words[-1] for words in (zeros.wait() for zeros in sent) if words]
+    if any(count < 1.0 - 1e-3 for count in counts):
+        raise HvdPipeError(pending.APART)
+
+
 class InTwo(Message):
     """Values by way of a compressor, and words beside them as they are."""
 
@@ -267,6 +394,9 @@ class InTwo(Message):
         self._values.wait()
         self._words.wait()
         self.settled = self._words.settled
+
+    def launch_zeros(self, meets: bool = False) -> list[Zeros]:
+        return [*self._words.launch_zeros(meets), *self._values.launch_zeros(meets)]
 
     def meet(self) -> None:
         self._values.meet()
@@ -316,6 +446,9 @@ class CheckedMessage(Message):
 
     def meet(self) -> None:
         self._inner.meet()
+
+    def launch_zeros(self, meets: bool = False) -> list[Zeros]:
+        return self._inner.launch_zeros(meets)
 
     def take_changed(self) -> int | None:
         """Return the first element that was changed since the snapshot; this ends the round."""

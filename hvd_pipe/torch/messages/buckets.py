@@ -16,17 +16,16 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from horovod.torch.mpi_ops import Average, allgather_async
+from horovod.torch.mpi_ops import Average
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.runtime.timeline import NOT_SHOWN, PendingOperation
-from hvd_pipe.torch.agree import check_alike, gather, poison, refuse_changed
+from hvd_pipe.torch.agree import check_alike, poison, refuse_changed
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.messages.allreduce import (
@@ -35,11 +34,11 @@ from hvd_pipe.torch.messages.allreduce import (
     Message,
     Reduction,
     Residuals,
-    sendable,
 )
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
 from hvd_pipe.torch.messages.control_flags import COUNT, Changes, ControlFlags
 from hvd_pipe.torch.messages.pending import host_values
+from hvd_pipe.torch.messages.sparse import SparseGradients, empty_sparse
 from hvd_pipe.torch.parameters import gradient_dtype
 
 if TYPE_CHECKING:
@@ -89,15 +88,12 @@ class Bucket:
             offset += numel
         return views
 
-    def fill(self) -> bool:
-        """Count one gradient that is complete; return whether that was the last one."""
-        self.waiting -= 1
-        if self.waiting > 0:
-            return False
+    def note_full(self) -> None:
+        """Register that the last gradient is complete."""
         self._filled_version = self.flat._version
         if self._checked is not None:
             self._checked.take_snapshot()
-        return True
+        timeline.active.ready(self.name)
 
     @property
     def touched(self) -> bool:
@@ -129,6 +125,49 @@ class Bucket:
         self._filled_version = None
 
 
+@dataclass(eq=False, slots=True)
+class Slot:
+    """Where a dense gradient travels: the ``view`` into a bucket, which begins at ``place``."""
+
+    parameter: torch.Tensor
+    bucket: Bucket
+    view: torch.Tensor
+    place: int
+    _shown: torch.Tensor
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, bucket: Bucket, view: torch.Tensor) -> Slot:
+        return cls(parameter, bucket, view, view.data_ptr(), view.detach())
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """What is in ``p.grad``: a tensor over the memory of the view."""
+        if self._shown.data_ptr() != self.place:  # others have made it lead elsewhere
+            self._shown = self.view.detach()
+        return self._shown
+
+    def fill(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Put a gradient into the view, unless it is there; return what ``p.grad`` is then."""
+        if gradient.data_ptr() == self.place:
+            return gradient
+        if gradient.requires_grad:  # backward(create_graph=True): keep the graph
+            self.view.copy_(gradient.detach())
+            return gradient
+        self.view.copy_(gradient)
+        self.parameter.grad = shown = self.shown
+        return shown
+
+    def fill_late(self, gradient: torch.Tensor | None) -> None:
+        """Put what a step sends without a backward pass into the view: zeros, if nothing."""
+        if gradient is None:
+            self.view.zero_()
+            self.parameter.grad = self.shown
+        elif gradient.is_sparse:
+            self.view.copy_(gradient.detach().to_dense())
+        else:
+            self.fill(gradient)
+
+
 class BucketSet:
     """The buckets of one plan, ``groups`` of parameters' indices.
 
@@ -151,6 +190,7 @@ class BucketSet:
         alone, self.as_dense = self.sparse.alone, self.sparse.in_buckets
         dense = [[index for index in group if index not in alone] for group in groups]
         dense = [group for group in dense if group] or [[]]
+        self._in_order = message is message_for and self._reduction.group is not None
         self.buckets: list[Bucket] = []
         for i, group in enumerate(dense):
             name, parameters = f"{self._tag}.{i}", [self.parameters[index] for index in group]
@@ -160,15 +200,12 @@ class BucketSet:
                 name, parameters, self._reduction, extra, keep_local, feedback, message
             )
             self.buckets.append(bucket)
-        self.slots: dict[int, tuple[Bucket, torch.Tensor]] = {
-            index: (bucket, view)
+        self.slots = {
+            index: Slot.of(self.parameters[index], bucket, view)
             for group, bucket in zip(dense, self.buckets, strict=True)
             for index, view in zip(group, bucket.views, strict=True)
         }
-        """The bucket of each dense gradient, and the view into it, by index."""
-        self._shown = {index: view.detach() for index, (_, view) in self.slots.items()}
-        """What is in ``p.grad``: others may make it lead elsewhere (``p.grad.data = ...``)."""
-        self._places = {index: view.data_ptr() for index, (_, view) in self.slots.items()}
+        """By index, of the gradients that are dense."""
         self.groups = dense
         self._left: dict[int, torch.Tensor | None] = {}
         self.frozen: set[int] = set()
@@ -194,9 +231,9 @@ class BucketSet:
         return any(index in self.slots for index in self.sparse.alone)
 
     @property
-    def last_message(self) -> Message:
-        """What every rank sends in every round."""
-        return self.buckets[-1].message
+    def messages(self) -> list[Message]:
+        """What every rank sends in every round, and in the same order."""
+        return [bucket.message for bucket in self.buckets[0 if self._in_order else -1 :]]
 
     @property
     def all_present(self) -> bool:
@@ -220,81 +257,74 @@ class BucketSet:
         gradient = self.parameters[index].grad
         if gradient is None or gradient.is_sparse or index not in self.slots:
             return False
-        return gradient.data_ptr() == self._places[index]
+        return gradient.data_ptr() == self.slots[index].place
 
     # A round: gradients become ready, the rest is flushed, all is waited for.
 
     # Architecture: G2
-    def ready(self, index: int) -> None:
-        """Register a gradient; send its bucket once full, but for the last one, with the flags."""
-        sparse = self.sparse
-        if not self.completed:
+    def ready(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Register ``p.grad``; send its bucket once full, but for the last one, with the flags.
+
+        Returns what ``p.grad`` is from here on.
+        """
+        if check_mode.active.on and not self.completed:
             self._poison_free()
         self.completed.append(index)
-        gradient, slot = self.parameters[index].grad, self.slots.get(index)
-        assert gradient is not None
-        travels_alone = gradient.is_sparse and not sparse.as_dense
-        if travels_alone:
-            sparse.add(index, gradient)
-        elif slot is None:
-            sparse.add(index, gradient.to_sparse(1))  # dense for once; the others' are not
-        if slot is None:
-            return
-        bucket, view = slot
-        if travels_alone:
-            view.zero_()
+        slot = self.slots.get(index)
+        if slot is None or gradient.is_sparse:
+            self._take_sparse(index, gradient, slot)
         else:
-            self._fill(index, view, gradient)
-            if gradient.is_sparse and index not in sparse.known:
-                sparse.unannounced[index] = gradient.detach()
-        if bucket.fill():
-            timeline.active.ready(bucket.name)
-            if bucket is not self.buckets[-1]:
+            gradient = slot.fill(gradient)
+        if slot is not None:
+            bucket = slot.bucket
+            bucket.waiting -= 1
+            if bucket.waiting == 0:
+                bucket.note_full()
+                self._send_full(bucket)
+        return gradient
+
+    def _take_sparse(self, index: int, gradient: torch.Tensor, slot: Slot | None) -> None:
+        """Register a gradient that is sparse, or is known to be."""
+        if slot is not None and self.sparse.as_dense:
+            slot.view.copy_(gradient.detach().to_dense())
+            if index not in self.sparse.known:
+                self.sparse.unannounced[index] = gradient.detach()
+            return
+        # One that is dense for once goes as the others' do.
+        self.sparse.add(index, gradient if gradient.is_sparse else gradient.to_sparse(1))
+        if slot is not None:
+            slot.view.zero_()
+
+    def _send_full(self, full: Bucket) -> None:
+        """Send a bucket; those that a group carries leave in their order."""
+        if not self._in_order:
+            if full is not self.buckets[-1]:
+                full.launch()
+            return
+        for bucket in self.buckets[:-1]:
+            if bucket.waiting > 0:
+                return
+            if not bucket.launched:
                 bucket.launch()
-
-    def _fill(self, index: int, view: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Put a gradient into its view, and ``p.grad`` as well, copying only what is not there."""
-        if gradient is None:
-            view.zero_()
-        elif gradient.is_sparse:
-            view.copy_(gradient.detach().to_dense())
-            return
-        elif gradient.data_ptr() == self._places[index]:
-            return
-        elif gradient.requires_grad:
-            view.copy_(gradient.detach())
-            return  # backward(create_graph=True): keep the graph
-        else:
-            view.copy_(gradient)
-        self.parameters[index].grad = self.shown(index)
-
-    def shown(self, index: int) -> torch.Tensor:
-        """Return what shows a dense gradient to users: a tensor over the memory of its view."""
-        shown = self._shown[index]
-        if shown.data_ptr() != self._places[index]:
-            shown = self._shown[index] = self.slots[index][1].detach()
-        return shown
 
     def show_missing(self) -> dict[int, torch.Tensor]:
         """Put zeros, as `flush` sends them, where there is no gradient; return them by index."""
         shown = {}
-        for index, (_, view) in self.slots.items():
-            parameter = self.parameters[index]
+        for index, slot in self.slots.items():
+            parameter = slot.parameter
             if parameter.grad is None and parameter.requires_grad:
-                view.zero_()
+                slot.view.zero_()
                 is_sparse = index in self.as_dense  # on all ranks
-                zeros = _sparse(parameter, None) if is_sparse else self.shown(index)
+                zeros = empty_sparse(parameter) if is_sparse else slot.shown
                 shown[index] = parameter.grad = zeros
         return shown
 
     def _poison_free(self) -> None:
         """Under checks, fill with NaN the views that gradients of this round will overwrite."""
-        if not check_mode.active.on:
-            return
         with torch._C.DisableTorchFunctionSubclass():  # others may be pending
-            for index, (_, view) in self.slots.items():
+            for index, slot in self.slots.items():
                 if not self.holds(index):
-                    poison(view)
+                    poison(slot.view)
 
     # Architecture: G7
     def flush(self, flags: ControlFlags | None = None) -> None:
@@ -308,14 +338,13 @@ class BucketSet:
         changes = self.changes
         self.is_dropped = changes is not None and changes.are_all(self.completed)
         with torch._C.DisableTorchFunctionSubclass():  # what is not complete may be pending
-            if not complete:
+            if check_mode.active.on and not complete:
                 self._poison_free()
-            for index, (_, view) in self.slots.items():
-                if index not in complete:
-                    parameter = self.parameters[index]
-                    if parameter.grad is None and not parameter.requires_grad:
-                        self.frozen.add(index)
-                    self._fill(index, view, parameter.grad)
+            for index in sorted(self.slots.keys() - complete):
+                slot = self.slots[index]
+                if slot.parameter.grad is None and not slot.parameter.requires_grad:
+                    self.frozen.add(index)
+                slot.fill_late(slot.parameter.grad)
             self.sparse.flush()
         self._local_flags = replace(
             flags or ControlFlags(),
@@ -331,18 +360,21 @@ class BucketSet:
         control.copy_(values, non_blocking=True)  # the host waits for no kernel
         self._last_frozen.clear()
         self._last_frozen.update(self.frozen)
+        self._launch_rest()
+        self.is_flushed = True
+
+    def _launch_rest(self) -> None:
         for bucket in self.buckets:
             if not bucket.launched:
                 bucket.launch()
-        self.is_flushed = True
 
     def _touched(self, complete: set[int]) -> str:
         """Return the failure to report where code has changed a gradient on the wire, or ""."""
         changes = self.changes or Changes()
         touched = [bucket for bucket in self.buckets if bucket.touched and not changes.failure]
-        for index, (bucket, _) in self.slots.items() if touched else ():
+        for index, slot in self.slots.items() if touched else ():
             is_reported = index in changes.left or index in self.sparse.unannounced
-            if bucket in touched and index in complete and not is_reported:
+            if slot.bucket in touched and index in complete and not is_reported:
                 return (
                     f"the gradient of {self._names[index]!r} (or one beside it) was changed while "
                     "it was being sent, by code that torch's Python does not see (call "
@@ -361,6 +393,9 @@ class BucketSet:
             bucket.wait()
         trace.waited(begun, self._tag)
         self.flags, self._restored = self.mean_flags(), False
+        if self.flags.meets != 0.0:
+            self._drop_round()
+            raise HvdPipeError(pending.APART)
         if self.flags.sparse != 0.0 and (self.all_present or not self.sparse.as_dense):
             self.sparse.agree()
         if self.flags.frozen != 0.0:
@@ -373,10 +408,13 @@ class BucketSet:
         try:
             self._compare(changes, sent)
         except HvdPipeError:
-            for parameter in self.parameters:  # or another step() would apply them
-                parameter.grad = None
-            self.end_round()
+            self._drop_round()
             raise
+
+    def _drop_round(self) -> None:
+        for parameter in self.parameters:  # or another step() would apply them
+            parameter.grad = None
+        self.end_round()
 
     def _compare(self, changes: Changes, sent: Sequence[int]) -> None:
         """Compare what ranks have reported of a round, before any weight moves."""
@@ -406,9 +444,19 @@ class BucketSet:
         return ControlFlags(*(flag / weight for flag in flags))
 
     def discard(self) -> None:
-        """Drop a round that is not complete, and its residuals, once its messages have arrived."""
+        """Drop a round that is not complete, and its residuals, once its messages have arrived.
+
+        Of a round that has begun the rest is sent, too: other ranks may have sent more of it.
+        """
+        begun = not self.is_flushed and any(bucket.launched for bucket in self.buckets)
+        if begun:
+            self._local_flags, self._restored = ControlFlags(meets=1.0), False
+            self.buckets[-1].control.copy_(torch.tensor(self._local_flags.to_list()))
+            self._launch_rest()
         for bucket in self.buckets:
             bucket.wait()
+        flags = self.mean_flags()
+        for bucket in self.buckets:
             bucket.take_changed()
             for residual in bucket.message.residuals.values():
                 residual.zero_()
@@ -416,6 +464,8 @@ class BucketSet:
         self.sparse.clear()
         self.end_round()
         self.completed, self.is_flushed, self.changes = [], False, None
+        if begun and flags.present - flags.meets > 0.5 / self._reduction.workers:
+            raise HvdPipeError(pending.APART)
 
     def complete(self) -> None:
         """Block until all gradients are here; sends nothing, and leaves `wait` to be called."""
@@ -431,13 +481,19 @@ class BucketSet:
         """Block until all buckets are reduced, and leave `wait` to be called."""
         for bucket in self.buckets:
             bucket.message.wait()
+        if self.mean_flags().meets != 0.0:
+            raise HvdPipeError(pending.APART)
 
     # Architecture: G10
     def bind_gradients(self, shown_in: Mapping[int, torch.Tensor] | None = None) -> None:
         """Set each ``p.grad`` to what is to be applied, or to None; this ends the round."""
         shown_in = shown_in or {}
-        for index in self.slots:
-            self._bind(index, shown_in.get(index))
+        unusual = shown_in or self.is_dropped or self.frozen or self._left or self.as_dense
+        for index, slot in self.slots.items():
+            if unusual:
+                self._bind(index, shown_in.get(index))
+            else:
+                slot.parameter.grad = slot.shown
         for index, gathered in self.sparse.gathered.items():
             gradient = None if self.is_dropped else _in_place_of(shown_in.get(index), gathered)
             self.parameters[index].grad = gradient
@@ -447,10 +503,11 @@ class BucketSet:
         """Set ``p.grad`` to the gradients that have arrived, by index; see `shown`."""
         unusual = self.is_dropped or self.frozen or self._left or self.as_dense
         for index, gradient in shown.items():
-            if unusual or gradient.data_ptr() != self._places[index]:
+            slot = self.slots[index]
+            if unusual or gradient.data_ptr() != slot.place:
                 self._bind(index, None)
             else:
-                self.parameters[index].grad = gradient
+                slot.parameter.grad = gradient
 
     def _bind(self, index: int, shown_in: torch.Tensor | None) -> None:
         gradient: torch.Tensor | None
@@ -459,9 +516,9 @@ class BucketSet:
         elif index in self._left:
             gradient = self._left[index]
         elif index in self.as_dense:
-            gradient = _in_place_of(shown_in, self.slots[index][1].to_sparse())
+            gradient = _in_place_of(shown_in, self.slots[index].view.to_sparse())
         else:
-            gradient = self.shown(index)
+            gradient = self.slots[index].shown
             if shown_in is not None:
                 gradient = _in_place_of(shown_in, gradient)
         if gradient is None and shown_in is not None:  # the script holds it, and zeros are applied
@@ -481,10 +538,10 @@ class BucketSet:
 
     def copy_in(self) -> None:
         """Copy dense gradients into these buckets, from wherever ``p.grad`` has them."""
-        for index, (_, view) in self.slots.items():
-            gradient = self.parameters[index].grad
+        for slot in self.slots.values():
+            gradient = slot.parameter.grad
             if gradient is not None and not gradient.is_sparse:
-                self._fill(index, view, gradient)
+                slot.fill(gradient)
 
 
 def _in_place_of(held: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
@@ -498,132 +555,14 @@ def _in_place_of(held: torch.Tensor | None, gradient: torch.Tensor) -> torch.Ten
     return held
 
 
-class SparseGradients:
-    """The sparse gradients of one round, ``known`` on all ranks.
-
-    They travel as they are: every rank gathers all ranks' indices and values. A parameter shows
-    only by its first gradient that it is sparse, and a rank that computed none cannot know: a
-    control flag says that some rank has found one, and all ranks agree and gather after that
-    round. Later buckets have no room for it.
-
-    Those that travel ``as_dense`` stay in their buckets. Once known, they are sparse on all ranks
-    before the update, which else differed in its last bits.
-    """
-
-    def __init__(self, settings: Settings, tag: str) -> None:
-        self._parameters, self._reduction, self._tag = settings.parameters, settings.reduction, tag
-        self.as_dense = settings.sparse_as_dense
-        self.known = settings.known_as_dense if self.as_dense else settings.sparse
-        self.alone: set[int] = set() if self.as_dense else self.known
-        """Of these, the indices of the gradients that are in no bucket."""
-        self.in_buckets: set[int] = self.known if self.as_dense else set()
-        """Of these, the indices of the gradients that travel as dense ones."""
-        self._gathers: dict[int, _Gather] = {}
-        self.unannounced: dict[int, torch.Tensor] = {}
-        """This rank's gradients that other ranks do not know to be sparse, by index."""
-        self.gathered: dict[int, torch.Tensor] = {}
-        """The reduced gradients, by index."""
-
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Register a gradient of this rank; send it if all ranks know it to be sparse."""
-        if index in self.known:
-            self._send(index, gradient)
-        else:
-            self.unannounced[index] = gradient.detach()  # p.grad becomes another tensor
-
-    def flush(self) -> None:
-        """Take part in the gathers of all gradients that are known to be sparse."""
-        for index in sorted(self.alone):
-            if index not in self._gathers:
-                self._send(index, None)
-
-    def agree(self) -> None:
-        """Gather gradients that some rank has found sparse; all ranks call this together."""
-        lists = [unannounced := sorted(self.unannounced.keys() - self._gathers.keys())]
-        if not self._reduction.alone:
-            lists = gather(unannounced, f"{self._tag}.sparse", self._reduction.process_set)
-        indices = sorted(set[int]().union(*lists))
-        for index in () if self.as_dense else indices:
-            self._send(index, self.unannounced.get(index))
-        self.known.update(indices)
-        self.unannounced.clear()
-
-    def end_round(self) -> None:
-        """Forget what was sent, and be ready for the next round."""
-        self._gathers.clear()
-
-    def clear(self) -> None:
-        """Drop the round; all has arrived."""
-        for gradients in (self._gathers, self.gathered, self.unannounced):
-            gradients.clear()
-
-    def _send(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Start to gather a gradient; a rank that has none takes part with no entries."""
-        local = _sparse(self._parameters[index], gradient).coalesce()
-        parts = [local.indices().t().contiguous(), local.values().contiguous()]
-        self._gathers[index] = gathering = _Gather(local.size(), local.dtype, parts)
-        reduction, name = self._reduction, f"{self._tag}.sparse.{index}"
-        if reduction.alone:
-            return
-        check_mode.active.delay()
-        begun = timeline.active.now()
-        for part, label in zip(parts, ("indices", "values"), strict=True):
-            with pending.explaining():
-                handle = allgather_async(
-                    sendable(part), f"{name}.{label}", process_set=reduction.process_set
-                )
-            gathering.handles.append(pending.sent(handle))
-            # An all-gather moves half of what an all-reduce of the gathered bytes would.
-            reduction.traffic.add(part.nbytes * reduction.workers // 2, reduction.workers)
-        nbytes = sum(part.nbytes for part in parts)
-        gathering.operation = timeline.active.launched(name, nbytes, handle, begun=begun)
-
-    def complete(self) -> None:
-        """Block until all that was sent is in `gathered`."""
-        for index, gathering in self._gathers.items():
-            if gathering.handles:
-                check_mode.active.delay()
-                gathering.parts = [pending.wait(handle) for handle in gathering.handles]
-                gathering.handles.clear()
-                gathering.operation.complete()
-            indices, values = gathering.parts
-            if values.dtype != gathering.dtype:
-                values = values.view(gathering.dtype)
-            if self._reduction.op == Average:
-                values = values / self._reduction.workers
-            self.gathered[index] = torch.sparse_coo_tensor(
-                indices.t(), values, gathering.size, check_invariants=False
-            ).coalesce()
-
-
-@dataclass
-class _Gather:
-    """One sparse gradient on its way: this rank's indices and values, then those of all ranks."""
-
-    size: torch.Size
-    dtype: torch.dtype
-    parts: list[torch.Tensor]
-    handles: list[int] = field(default_factory=list)
-    operation: PendingOperation = NOT_SHOWN
-
-
-def _sparse(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    if gradient is None:
-        # As nn.Embedding makes them: rows are listed, and dense in themselves.
-        indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-        values = parameter.new_empty(0, *parameter.shape[1:])
-        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
-    return gradient.detach()
-
-
 # What a checkpoint holds of buckets, by index.
 
 
 def gradients_of(buckets: BucketSet) -> list[torch.Tensor | None]:
     """Return a copy of each gradient as the last `BucketSet.wait` has left it."""
     gradients: list[torch.Tensor | None] = [None] * len(buckets.parameters)
-    for index, (_, view) in buckets.slots.items():
-        value = view.to_sparse() if index in buckets.as_dense else view.clone()
+    for index, slot in buckets.slots.items():
+        value = slot.view.to_sparse() if index in buckets.as_dense else slot.view.clone()
         gradients[index] = None if index in buckets.frozen else value
     for index, gathered in buckets.sparse.gathered.items():
         gradients[index] = gathered.clone()
@@ -646,7 +585,7 @@ def restore_gradients(buckets: BucketSet, gradients: Sequence[torch.Tensor | Non
         if gradient is not None and gradient.is_sparse and not buckets.sparse.as_dense:
             buckets.sparse.gathered[index] = gradient
         elif index in buckets.slots:
-            view = buckets.slots[index][1]
+            view = buckets.slots[index].view
             if gradient is None:
                 view.zero_()
                 buckets.frozen.add(index)

@@ -19,8 +19,8 @@ import itertools
 import threading
 from collections.abc import Generator
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from horovod.torch.mpi_ops import Average, Sum, allgather_async, alltoall_async
@@ -36,9 +36,12 @@ from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.messages.allreduce import (
     AllReduce,
     Feedback,
+    GroupAllReduce,
     InTwo,
     Message,
     Reduction,
+    Zeros,
+    meet,
 )
 from hvd_pipe.torch.messages.pending import follow_horovod, side_stream
 
@@ -79,8 +82,9 @@ class CompressedAllReduce(Message):
         self._row_bytes = max(self._word_bytes + codec.nbytes(self._slices[0].stop), 1)
         self._rows: torch.Tensor | None = None
         self._launched = False
-        self._phases: Generator[int, Any, None] | None = None
-        self._handle: int | None = None
+        self._phases: Generator[_OnWire, Any, None] | None = None
+        self._on_wire: _OnWire | None = None
+        self.is_in_first_phase = False
         self._error: Exception | None = None
         self._operation = NOT_SHOWN
         self._filled: torch.cuda.Event | None = None
@@ -95,6 +99,7 @@ class CompressedAllReduce(Message):
             raise HvdPipeError(f"{self._name} is in flight already: call wait() before launch().")
         self._launched = True
         self.done.clear()
+        self.is_in_first_phase = True
         if self._factor != 1.0:
             self._values.mul_(self._factor)
         if self._flat.is_cuda:
@@ -103,7 +108,7 @@ class CompressedAllReduce(Message):
         self._reduction.traffic.add(workers * self._row_bytes, workers)
         self._phases = self._carry()
         self._operation = timeline.active.launched(self._name, workers * self._row_bytes)
-        pending.operations.add(self.done)
+        pending.operations.add(self)
         communication_thread.submit(self)
 
     @property
@@ -116,7 +121,7 @@ class CompressedAllReduce(Message):
         with waiting_for(self._name):
             self.done.wait()
         self._launched = False
-        pending.operations.discard(self.done)
+        pending.operations.discard(self)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -130,7 +135,21 @@ class CompressedAllReduce(Message):
         self.feedback.reduced[: own_slice.start].zero_()
         self.feedback.reduced[own_slice.stop :].zero_()
 
+    def launch_zeros(self, meets: bool = False) -> list[Zeros]:
+        if self._reduction.group is None:
+            return super().launch_zeros(meets)
+        flat, exact = torch.zeros_like(self._flat), self._words.numel()
+        if meets and exact:
+            flat[-1] = 1.0
+        zeros = CompressedAllReduce(self._reduction, flat, self._name, self._codec, exact)
+        zeros.launch()
+        factor = 1.0 if self._reduction.op == Average else 1.0 / self._reduction.workers
+        return [Zeros(zeros, flat[flat.numel() - exact :], factor)]
+
     def meet(self) -> None:
+        if self._reduction.group is not None:
+            meet([self])
+            return
         if self._reduction.alone:
             return
         process_set = self._reduction.process_set
@@ -143,7 +162,13 @@ class CompressedAllReduce(Message):
 
     def ready(self) -> bool:
         """Return whether the phase that is on the wire is over."""
-        return self._handle is None or pending.has_arrived(self._handle)
+        return self._on_wire is None or self._on_wire.arrived
+
+    @property
+    def kept_in_order(self) -> list[object]:
+        """What later messages may not use before this one has gone on to its next phase."""
+        group = self._reduction.group if self.is_in_first_phase else None
+        return [one for one in (self.feedback, group) if one is not None]
 
     def advance(self) -> bool:
         """Work up to the next phase on the wire; return whether there is one."""
@@ -151,12 +176,12 @@ class CompressedAllReduce(Message):
         check_mode.active.delay()
         trace, begun = timeline.active, timeline.active.now()
         try:
-            handle, self._handle = self._handle, None
+            on_wire, self._on_wire = self._on_wire, None
             cuda = self._flat.is_cuda
             stream = torch.cuda.stream(side_stream(self._flat.device)) if cuda else nullcontext()
             with stream, pending.explaining():
-                arrived = None if handle is None else pending.wait(handle)
-                self._handle = self._phases.send(arrived)
+                arrived = None if on_wire is None else on_wire.wait()
+                self._on_wire = self._phases.send(arrived)
             return True
         except StopIteration:
             self.end(None)
@@ -177,13 +202,12 @@ class CompressedAllReduce(Message):
 
     def end(self, error: Exception | None) -> None:
         """Let `wait` return, or raise ``error``."""
-        self._error, self._phases, self._handle = error, None, None
+        self._error, self._phases, self._on_wire = error, None, None
         self._operation.complete()
         self.done.set()
 
-    def _carry(self) -> Generator[int, Any, None]:
-        """Carry the buffer through both phases: yield handles, and receive what they return."""
-        process_set = self._reduction.process_set
+    def _carry(self) -> Generator[_OnWire, Any, None]:
+        """Carry the buffer through both phases; yield what is on the wire, and receive it."""
         if self._filled is not None:
             # This thread's stream uses the caller's buffers, after the caller has filled them.
             stream = torch.cuda.current_stream(self._flat.device)
@@ -191,19 +215,28 @@ class CompressedAllReduce(Message):
             shared = (self.feedback.sent, self.feedback.reduced) if self.feedback else ()
             for tensor in (self._flat, *shared):
                 tensor.record_stream(stream)
-        rows = self._encode()
-        received, _ = yield alltoall_async(rows, name=self._name, process_set=process_set)
-        _adopt_from_horovod(received)
+        received = yield self._send_slices(self._encode())
         words, reply = self._sum_words(received), self._sum_own(received)
-        reply_name = f"{self._name}.reduced"
-        gathered = yield allgather_async(reply, name=reply_name, process_set=process_set)
-        _adopt_from_horovod(gathered)
+        self.is_in_first_phase = False
+        gathered = yield self._send_reply(reply, f"{self._name}.reduced")
         for row, part in zip(gathered, self._slices, strict=True):
             values = self._values[part]
             self._codec.decode(self._code(row, values), values)
         self._words.copy_(words)
         if self._flat.is_cuda:
             self._reduced = torch.cuda.current_stream(self._flat.device).record_event()
+
+    def _send_slices(self, rows: torch.Tensor) -> _OnWire:
+        if self._reduction.group is not None:
+            return self._reduction.group.launch_slices(rows, self._name)
+        process_set = self._reduction.process_set
+        return _ByHorovod(alltoall_async(rows, name=self._name, process_set=process_set))
+
+    def _send_reply(self, row: torch.Tensor, name: str) -> _OnWire:
+        if self._reduction.group is not None:
+            return self._reduction.group.launch_reply(row, name)
+        process_set = self._reduction.process_set
+        return _ByHorovod(allgather_async(row, name=name, process_set=process_set))
 
     def _encode(self) -> torch.Tensor:
         """Return the rows for all ranks: the exact words, then the rank's slice of the values."""
@@ -275,6 +308,8 @@ def message_for(
     codec = codec_for(reduction.compression, flat.dtype)
     if codec is not None:
         return CompressedAllReduce(reduction, flat, name, codec, exact, feedback)
+    if reduction.group is not None and (not exact or is_horovods(reduction.compression)):
+        return GroupAllReduce(reduction, flat, name, exact)
     if not exact or is_horovods(reduction.compression):
         return AllReduce(reduction, flat, name, exact)
     # A compressor of the user's may round the exact elements to zero.
@@ -326,11 +361,30 @@ def _check(
             )
 
 
-def _adopt_from_horovod(tensor: torch.Tensor) -> None:
-    """Let this thread's stream use what Horovod's thread has allocated, once it is there."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        follow_horovod(tensor)
+class _OnWire(Protocol):
+    @property
+    def arrived(self) -> bool: ...
+
+    def wait(self) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class _ByHorovod:
+    """A message of Horovod's, which has allocated what arrives."""
+
+    handle: int
+
+    @property
+    def arrived(self) -> bool:
+        return pending.has_arrived(self.handle)
+
+    def wait(self) -> torch.Tensor:
+        arrived = pending.wait(self.handle)
+        received: torch.Tensor = arrived[0] if isinstance(arrived, tuple) else arrived
+        if received.is_cuda:
+            received.record_stream(torch.cuda.current_stream(received.device))
+            follow_horovod(received)
+        return received
 
 
 class CommunicationThread:
@@ -380,14 +434,14 @@ class CommunicationThread:
 
     def _advance_one(self) -> bool:
         """Take one message into its next phase, so that new ones wait for no more than that."""
-        older: set[Feedback] = set()
+        older: set[object] = set()
         for message in self._active:
-            if message.feedback not in older and message.ready():
+            in_order = message.kept_in_order
+            if older.isdisjoint(in_order) and message.ready():
                 if not message.advance():
                     self._active.remove(message)
                 return True
-            if message.feedback is not None:
-                older.add(message.feedback)
+            older.update(in_order)
         return False
 
 

@@ -58,6 +58,8 @@ class ControlFlags:
     """It has sent gradients after their last backward pass."""
     stepped: float = 0.0
     """It has made a step since the round before."""
+    meets: float = 0.0
+    """It sends no gradients, and waits to do something else with all ranks; the last flag."""
 
     def to_list(self) -> list[float]:
         """Return the numbers in the order in which they travel."""

@@ -14,7 +14,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from statistics import median
 
 import torch
 
@@ -22,14 +24,24 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime.watch.waits import sleep_between_polls, waiting_for
 from hvd_pipe.torch.compression import codec_for
 from hvd_pipe.torch.messages import pending
-from hvd_pipe.torch.messages.allreduce import Feedback, Message, Reduction
+from hvd_pipe.torch.messages.allreduce import (
+    Feedback,
+    Message,
+    Reduction,
+    Zeros,
+    launch_zeros,
+    meet,
+)
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
+from hvd_pipe.torch.messages.group import Group
 
 IN_FLIGHT = 2
 """Messages on the wire at a time: one travels while the next one is negotiated."""
 
 LEAST_SLEEP_S = 1e-3
 MOST_OF = 0.8  # a network that has become faster must show
+
+ROUNDS = 5  # of which a message's median time is taken
 
 PATIENCE_S = 10.0  # for the thread to leave what it does, in `Sender.close`
 
@@ -51,7 +63,7 @@ class Sender:
         self._sent: dict[int, float] = {}
         self._link_free = 0.0
         self.seconds: dict[int, float] = {}
-        """By place, the least time of all rounds that a message has kept the link busy."""
+        """By place, how long a message keeps the link busy: the least time of all rounds."""
         _running.add(self)
 
     def ready(self, place: int) -> None:
@@ -66,7 +78,11 @@ class Sender:
                     target=self._run, name="hvd_pipe sender", daemon=True
                 )
                 self._thread.start()
+            self._send_ready()
             self._changed.notify_all()
+
+    def _send_ready(self) -> None:
+        """Send what may leave, unless the thread does."""
 
     def arrived(self, places: Sequence[int]) -> bool:
         return self._done.issuperset(places)
@@ -127,12 +143,7 @@ class Sender:
         if self._closed:
             return True
         if leaves:
-            event = self._ready[place]
-            if event is not None:
-                torch.cuda.current_stream(self._device).wait_event(event)
-            self._sent[place] = time.monotonic()
-            self.messages[place].launch()
-            self._pending.append(place)
+            self._launch(place)
             return True
         arrived = [place for place in self._pending if self.messages[place].arrived]
         for place in arrived:
@@ -143,6 +154,14 @@ class Sender:
                 self._done.update(arrived)
                 self._changed.notify_all()
         return bool(arrived)
+
+    def _launch(self, place: int) -> None:
+        event = self._ready[place]
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        self._sent[place] = time.monotonic()
+        self.messages[place].launch()
+        self._pending.append(place)
 
     def _sleep_until_due(self) -> bool:
         """Sleep for most of the least time of the first message, instead of polling."""
@@ -165,7 +184,53 @@ class Sender:
         begun = max(self._link_free, min(self._sent.pop(place) for place in places))
         self._link_free, busy = now, (now - begun) / len(places)
         for place in places:
-            self.seconds[place] = min(busy, self.seconds.get(place, busy))
+            self._note_busy(place, busy)
+
+    def _note_busy(self, place: int, seconds: float) -> None:
+        self.seconds[place] = min(seconds, self.seconds.get(place, seconds))
+
+
+class GroupSender(Sender):
+    """Sends messages that a `Group` carries: at once, and in a thread that sleeps until later.
+
+    Two share the link, so each takes a median time, and not its least one. None shares it with the
+    messages in ``alone``.
+    """
+
+    def __init__(
+        self, messages: Sequence[Message], device: torch.device, alone: Collection[int]
+    ) -> None:
+        super().__init__(messages, device)
+        self._alone = alone
+        self._times: defaultdict[int, list[float]] = defaultdict(list)
+
+    def _may_send(self) -> bool:
+        return super()._may_send() and not any(place in self._alone for place in self._pending)
+
+    def _note_busy(self, place: int, seconds: float) -> None:
+        self._times[place] = [*self._times[place][1 - ROUNDS :], seconds]
+        self.seconds[place] = median(self._times[place])
+
+    def _send_ready(self) -> None:
+        while not self._closed and self._may_send():
+            self._launch(self._next)
+            self._next += 1
+
+    def _advance(self) -> bool:
+        with self._changed:
+            while not (self._closed or self._pending):
+                self._changed.wait()
+            if self._closed:
+                return True
+            place = self._pending[0]
+        self.messages[place].wait()
+        with self._changed:
+            self._pending.remove(place)
+            self._note_seconds([place])
+            self._done.add(place)
+            self._send_ready()
+            self._changed.notify_all()
+        return True
 
 
 class OrderedMessages:
@@ -175,6 +240,7 @@ class OrderedMessages:
         self._order = order
         self._messages: list[OrderedMessage] = []
         self._sender: Sender | None = None
+        self._group: Group | None = None
 
     def make(
         self,
@@ -185,6 +251,7 @@ class OrderedMessages:
         feedback: Feedback | None = None,
     ) -> OrderedMessage:
         """Return the message of the next bucket; what is ``exact`` travels with the last piece."""
+        self._group = reduction.group
         values = flat.numel() - exact
         count = min(self._order.count(len(self._messages)), max(values, 1))
         codec = codec_for(reduction.compression, flat.dtype)
@@ -214,7 +281,11 @@ class OrderedMessages:
                 if unplaced[bucket]:
                     self._messages[bucket].places.append(len(messages))
                     messages.append(unplaced[bucket].pop(0))
-            self._sender = Sender(messages, self._messages[-1].device)
+            last = self._messages[-1]
+            if self._group is None:
+                self._sender = Sender(messages, last.device)
+            else:  # the last bucket has the weights that forward needs first
+                self._sender = GroupSender(messages, last.device, alone=last.places)
             weakref.finalize(self, self._sender.close)
         return self._sender
 
@@ -271,13 +342,23 @@ class OrderedMessage(Message):
         for piece in self.pieces:
             piece.wait()
 
+    def launch_zeros(self, meets: bool = False) -> list[Zeros]:
+        sender = self._messages.sender
+        if not isinstance(sender, GroupSender):
+            return super().launch_zeros(meets)
+        return launch_zeros(sender.messages, meets)
+
     def drop_foreign_residuals(self) -> None:
         for piece in self.pieces:
             piece.drop_foreign_residuals()
 
     def meet(self) -> None:
-        # Under the name of what leaves first: other ranks send no more until it arrives.
-        self._messages.sender.messages[0].meet()
+        sender = self._messages.sender
+        if isinstance(sender, GroupSender):
+            meet(sender.messages)
+        else:
+            # Under the name of what leaves first: other ranks send no more until it arrives.
+            sender.messages[0].meet()
 
 
 _running: weakref.WeakSet[Sender] = weakref.WeakSet()

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from horovod.common.exceptions import HorovodInternalError
@@ -39,8 +38,18 @@ from hvd_pipe.runtime.watch.waits import sleep_between_polls, waiting_for
 PATIENCE_S = 30.0
 
 _handles: set[int] = set()
-operations: set[threading.Event] = set()
-"""Events that end operations of several messages that were not waited for."""
+
+
+class Operation(Protocol):
+    """What is not over before it has arrived."""
+
+    @property
+    def arrived(self) -> bool:
+        """Whether it is over."""
+
+
+operations: set[Operation] = set()
+"""What was not waited for, beside Horovod's own messages."""
 _endings: list[Callable[[], None]] = []
 
 
@@ -101,11 +110,12 @@ def _unraised_mismatch() -> HorovodInternalError | None:
 
 
 _MISMATCH = "ismatched"  # in Horovod's words
-_APART = (
+APART = (
     "ranks have sent different things at the same step: on one of them alone synchronize() was "
     "called, parameters have joined (add_param_group, requires_grad), a state was loaded, or all "
-    "gradients were set to zero in place. Do the same on every rank. Horovod says: {}"
+    "gradients were set to zero in place. Do the same on every rank."
 )
+_APART = f"{APART} Horovod says: {{}}"
 
 
 def _sleep_until_arrived(handle: int) -> None:
@@ -140,7 +150,7 @@ def complete_all(limit_s: float = float("inf")) -> None:
         while (_handles or operations) and time.monotonic() < end:
             # Another thread, in `wait`, may take from these sets meanwhile, or clear them.
             _handles.difference_update([handle for handle in tuple(_handles) if poll(handle)])
-            operations.difference_update([done for done in tuple(operations) if done.is_set()])
+            operations.difference_update([one for one in tuple(operations) if one.arrived])
             time.sleep(0.001)
 
 

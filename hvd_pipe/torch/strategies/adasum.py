@@ -10,9 +10,10 @@ Training with Adaptive Summation" (2020); as Horovod's ``op=hvd.Adasum``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
-from horovod.torch.mpi_ops import Adasum, allreduce_async_
+from horovod.torch.mpi_ops import Adasum, allreduce_async_, poll
 
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
@@ -55,7 +56,9 @@ class AdasumEngine(Engine):
                 handle = allreduce_async_(wire, name=name, op=Adasum)
             self.reduction.traffic.add(wire.nbytes, self.reduction.workers)
             deltas.append((pending.sent(handle), context))
-            operations.append(trace.launched(name, wire.nbytes, handle, begun=begun))
+            operations.append(
+                trace.launched(name, wire.nbytes, partial(poll, handle), begun=begun)
+            )
         waiting = trace.now()
         for value, start, (handle, context) in zip(
             self._values(), self._start, deltas, strict=True

@@ -2,7 +2,7 @@
 
 One engine belongs to one `DistributedOptimizer`. The optimizer calls it at four moments::
 
-    backward   -> on_gradient(index)          a gradient of this pass is complete; it is pending
+    backward   -> on_gradient                 a gradient of this pass is complete; it is pending
     a read     -> settle                      of a pending gradient: as synchronize() does
     step()     -> before_update() -> bool     p.grad is what to apply; False: no update
                   after_update()              after the user's optimizer has moved the weights
@@ -30,8 +30,9 @@ from hvd_pipe.runtime.consensus import Description, failed
 from hvd_pipe.torch.agree import check_alike, compare_replicas
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.messages.allreduce import Message, Reduction, of_all_ranks
-from hvd_pipe.torch.messages.control_flags import RAISED, Changes
+from hvd_pipe.torch.messages.allreduce import Message, Reduction, meet, of_all_ranks
+from hvd_pipe.torch.messages.control_flags import RAISED, Changes, ControlFlags
+from hvd_pipe.torch.messages.group import Group, open_groups
 from hvd_pipe.torch.parameters import check_parameter
 from hvd_pipe.torch.pending_tensors import Settle, hold, release
 from hvd_pipe.torch.strategies.settings import GradientHooks, Settings, State, describe
@@ -98,6 +99,8 @@ class Engine(abc.ABC):
             if not other.known.isdisjoint(self.known):
                 other.finish()
                 other.retire()
+        if self.reduction.group is not None:
+            self.reduction.group.user = self
         _live.add(self)
 
     def _register_hooks(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -130,12 +133,18 @@ class Engine(abc.ABC):
     def next_messages(self) -> list[Message]:
         """Messages by which ranks meet: each rank sends one of them in this step or later."""
         assert self.current is not None
-        return [self.current.last_message]
+        return self.current.messages
 
     def meet(self) -> None:
         """Wait for all ranks under the names of messages that others may be about to send."""
-        for message in self.next_messages:
-            message.meet()
+        meet(self.next_messages)
+
+    def all_have_left(self, words: Sequence[float]) -> bool:
+        """Whether the exact elements of a round, in their means, say that all have joined."""
+        return ControlFlags(*words).present < 0.5 / self.reduction.workers
+
+    def skip_round(self) -> None:  # noqa: B027 - the messages of most are always the same
+        """Go on to the next round of messages, as this rank has left by ``hvd.join()``."""
 
     @abc.abstractmethod
     def build(self) -> None:
@@ -161,8 +170,11 @@ class Engine(abc.ABC):
     def finish_before_others(self) -> None:  # noqa: B027 - as above
         """As `finish`, before a load replaces weights or state; also works after a failure."""
 
+    def complete_round(self) -> None:  # noqa: B027 - most have nothing in flight between steps
+        """Wait for what all ranks have sent, and compare what they report of it, as all do."""
+
     def joined(self) -> None:
-        """Before ``hvd.join()``: reset what depends on how many steps this rank has taken."""
+        """At ``hvd.join()``: reset what depends on how many steps this rank has taken."""
         self._uncompared_steps = 0
         self.after_join()
 
@@ -228,8 +240,7 @@ class Engine(abc.ABC):
         messages, self.loaded_before = self.loaded_before, []
         if not messages or self.reduction.alone:
             return
-        for message in messages:
-            message.meet()
+        meet(messages)
         present, name = torch.ones(1), f"{self.settings.tag}.present"
         plain = replace(self.reduction, op=Average, compression=Compression.none)
         plain.reduce(present, name)
@@ -270,16 +281,20 @@ class Engine(abc.ABC):
     # What the optimizer calls.
 
     # Architecture: G1
-    def on_gradient(self, index: int) -> None:
-        """Register a gradient that backward has just completed."""
-        check_mode.active.delay()
-        timeline.active.gradient()
+    def on_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        """Register ``p.grad``, which backward has just completed."""
+        if check_mode.active.on:
+            check_mode.active.delay()
+        if timeline.active.is_on:
+            timeline.active.gradient()
         if self._passes.begins(self._end_pass):
             self._begin_pass(index)
         if not self.has_new_gradients:
             self._begin_step()
-            if self.settings.parameters[index].grad is None:
+            shown = self.settings.parameters[index].grad
+            if shown is None:
                 return  # another parameter has just taken this one's place
+            gradient = shown
         self.has_new_gradients = True
         if self.current is not None and self.current.is_flushed and not self.synchronized:
             self.give_up()
@@ -302,9 +317,7 @@ class Engine(abc.ABC):
                 "write `with optimizer.no_sync():` around all but the last one."
             )
         if done == passes:
-            self.current.ready(index)
-        gradient = self.settings.parameters[index].grad
-        assert gradient is not None
+            gradient = self.current.ready(index, gradient)
         self._passes.hold(index, gradient, self._settle)
         if self.ready_times is not None:
             self.ready_times.mark(index)
@@ -549,14 +562,21 @@ def live_engines() -> Iterator[Engine]:
             engine.retire()
 
 
+def unused_groups() -> list[Group]:
+    """Return the groups of optimizers that are gone; other ranks may still send to them."""
+    users = {group: group.user for group in open_groups}
+    return [g for g, user in users.items() if user is not None and user.settings.owner() is None]
+
+
 def _hook(hooks: GradientHooks) -> Callable[[torch.Tensor], None]:
     def on_gradient(parameter: torch.Tensor) -> None:
         engine, index = hooks.engine(), hooks.places.get(id(parameter))
-        if engine is None or index is None or parameter.grad is None:
+        gradient = parameter.grad
+        if engine is None or index is None or gradient is None:
             return  # an earlier hook has applied and cleared it
         # The optimizer may be gone while the user's, which shares its hooks, is still used.
         if engine.settings.owner() is not None:
-            engine.on_gradient(index)
+            engine.on_gradient(index, gradient)
 
     return on_gradient
 

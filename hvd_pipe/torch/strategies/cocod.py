@@ -64,12 +64,14 @@ class CoCoDEngine(Engine):
     @property
     def next_messages(self) -> list[Message]:
         # A node's message reaches its ranks; the models' message reaches other nodes.
-        nodes = [] if self.current is None else [self.current.last_message]
+        nodes = [] if self.current is None else self.current.messages
         if self._is_warm:
             return nodes
         turn = (self._turn + self._started) % self._strategy.fragments
-        average = next(part.average for part in self._parts if part.fragment == turn)
-        return [*nodes, average.next_message]
+        parts = self._all_parts() if self.reduction.group is not None else self._parts
+        averages = [part.average for part in parts if part.fragment == turn]
+        count = len(averages) if self.reduction.group is not None else 1
+        return [*nodes, *(average.next_message for average in averages[:count])]
 
     @property
     def is_averaged(self) -> bool:
@@ -186,6 +188,22 @@ class CoCoDEngine(Engine):
             names, weights = self.settings.names, self.settings.parameters
             process_set = reduction.process_set
             compare_replicas(names, weights, [], "after synchronize()", process_set, tag)
+
+    def all_have_left(self, words: Sequence[float]) -> bool:
+        if self._is_warm:
+            return super().all_have_left(words)
+        return not any(words[: max(1, len(self._strategy.weights or ()))])
+
+    def skip_round(self) -> None:
+        if self._is_warm:
+            self.rounds += 1
+            self._update_warmup()
+            return
+        if self._started:
+            self._turn = (self._turn + 1) % self._strategy.fragments
+        for average in self._averages(in_turn=True):
+            average.due = True
+        self._started = True
 
     def after_join(self) -> None:
         self._reset_rounds(joining=True, rounds=self._strategy.warmup_steps)

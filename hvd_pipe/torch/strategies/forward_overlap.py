@@ -155,7 +155,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         for index in self.current.slots.keys() - set(self.current.completed):  # zeros, or a part
             if index in self._gradients:
                 pending_tensors.release(self._gradients[index])
-            self._gradients[index] = gradient = self.current.shown(index)
+            self._gradients[index] = gradient = self.current.slots[index].shown
             pending_tensors.hold(gradient, self._settle)
         now = self._parameters.hold(self.settings.owner())
         self._apply({self._bucket_of[index] for index in now | self.current.as_dense})
@@ -199,10 +199,10 @@ class ForwardOverlapEngine(MergedGradientEngine):
             self.current.end_round()
 
     # Architecture: F9
-    def on_gradient(self, index: int) -> None:
+    def on_gradient(self, index: int, gradient: torch.Tensor) -> None:
         if self._deferred:
             self.end_round()
-        super().on_gradient(index)
+        super().on_gradient(index, gradient)
 
     def prepare_now(self) -> None:
         if self._is_closed:  # another optimizer of these parameters is newer, and they take turns
@@ -210,16 +210,11 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self.end_round()
         super().prepare_now()
 
-    def after_join(self) -> None:
+    def complete_round(self) -> None:
         self.end_round()
-        super().after_join()
 
     def discard(self) -> None:
         self._end_deferred()
-        if any(bucket.launched for bucket in self.current.buckets):
-            for bucket in self.current.buckets:  # or what waits for its turn would never leave
-                if not bucket.launched:
-                    bucket.launch()
         super().discard()
 
     def _end_deferred(self) -> None:

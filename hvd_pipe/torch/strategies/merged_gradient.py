@@ -269,9 +269,9 @@ class MergedGradientEngine(Engine):
         assert self.plan is not None
         ready = tuner.seen(self.plan, waits=self._waits[-self._timed :], ready=seconds)
         if self._measures_comm and self.comm is None:
-            total, process_set = sum(settings.wire_bytes()), settings.reduction.process_set
-            device = settings.parameters[0].device
-            self.comm = measure_comm(total, device, process_set, f"{settings.tag}.measure")
+            total, reduction = sum(settings.wire_bytes()), settings.reduction
+            device, tag = settings.parameters[0].device, f"{settings.tag}.measure"
+            self.comm = measure_comm(total, device, reduction.process_set, tag, reduction.group)
         plan, stays = tuner.next(partial(self._propose, np.array(ready)))
         if plan.buckets == self.plan.buckets:
             self.plan = plan

@@ -26,9 +26,11 @@ from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import broadcast_
 
 from hvd_pipe.cocod import CoCoD
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime.consensus import members
 from hvd_pipe.torch.agree import check_alike, gather, poison
 from hvd_pipe.torch.measuring import timeline
+from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
 from hvd_pipe.torch.parameters import ModelFinder
@@ -61,17 +63,18 @@ class ModelAverage:
         first, numel = like[0], sum(tensor.numel() for tensor in like)
         dtype = torch.float32 if first.dtype in _HALF else first.dtype
         slots = max(1, len(reduction.weights))
-        flat = torch.zeros(numel + slots + words, dtype=dtype, device=first.device)
+        flat = torch.zeros(numel + slots + words + 1, dtype=dtype, device=first.device)
         self._mean, self._present = flat[:numel], flat[numel : numel + slots]
-        self.words = flat[numel + slots :]
+        self.words, self._meets = flat[numel + slots : -1], flat[-1:]
         """Set before `start`; the mean over all ranks after `complete`."""
         self._weights = flat.new_tensor(reduction.weights or (1.0,))
         codec = reduction.compression is not Compression.none and not reduction.alone
         plain = dataclasses.replace(reduction, compression=Compression.none)
-        self._whole = message_for(plain, flat, name, slots + words)
+        self._whole = message_for(plain, flat, name, slots + words + 1)
         self._difference: Message | None = None
         if codec:
-            self._difference = message_for(reduction, flat, f"{name}.difference", slots + words)
+            difference = f"{name}.difference"
+            self._difference = message_for(reduction, flat, difference, slots + words + 1)
         self._sent: Message | None = None
         self.due = False
         """Whether a round is on, which `finish` ends."""
@@ -85,7 +88,7 @@ class ModelAverage:
     @property
     def next_message(self) -> Message:
         """What the coming `start` sends."""
-        if self._base is None or self._difference is None:
+        if self._difference is None or (self._base is None and not self.due):
             return self._whole
         return self._difference
 
@@ -113,6 +116,8 @@ class ModelAverage:
         if self._reduction.alone:
             return
         size = self._reduction.workers
+        if float(self._meets) != 0.0:
+            raise HvdPipeError(pending.APART)
         present = (self._present * size).round_()
         total = self._weights.sum() if self._reduction.weights else size
         self._mean.mul_(total / (self._weights * present).sum())  # by 1 where all take part
@@ -212,6 +217,7 @@ class ModelAverage:
     def _send(self, message: Message) -> None:
         weights = self._reduction.weights
         self._present.zero_()
+        self._meets.zero_()
         slot = self._reduction.process_set.rank() if weights and not self._reduction.alone else 0
         self._present[slot] = 1.0
         self._sent = message

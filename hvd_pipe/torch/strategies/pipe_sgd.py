@@ -240,9 +240,18 @@ class PipeSGDEngine(Engine):
             unscale(self.settings.parameters, scale)
         self.settings.optimizer._update()
 
-    def after_join(self) -> None:
+    def skip_round(self) -> None:
+        if self.rounds >= self._warmup_steps:
+            self.current = self._sets[self.current is self._sets[0]]
+            if self.current in self._outdated:
+                self.current = self._renewed(self.current)
+        self.rounds += 1
+
+    def complete_round(self) -> None:
         self._prediction.restore()
         self._apply_pending()
+
+    def after_join(self) -> None:
         self.current = self._sets[0]
         if self.current in self._outdated:
             self.current = self._renewed(self.current)

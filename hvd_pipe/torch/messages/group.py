@@ -1,0 +1,253 @@
+"""A group of torch.distributed over Horovod's ranks, which carries messages without negotiation.
+
+All ranks launch the same messages in the same order, so no rank asks whether the others are ready,
+and no name travels. Horovod exchanges the addresses; there is no launcher's help, no store that
+listens, and torch's default group stays the script's own.
+
+Connections are trusted as Horovod's own are: Gloo encrypts nothing. They use Horovod's network
+alone, and after they are made all ranks compare, by Horovod, what came over them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]  # Horovod needs it, too
+import torch
+import torch.distributed as dist
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch.mpi_ops import ProcessSet
+from torch._C._distributed_c10d import AllgatherOptions
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.runtime.consensus import failed, members
+from hvd_pipe.runtime.watch.waits import waiting_for
+from hvd_pipe.torch.agree import check_alike, gather
+from hvd_pipe.torch.messages import pending
+from hvd_pipe.torch.messages.connections import Connections
+
+CONNECT = timedelta(seconds=60)
+TIMEOUT = timedelta(days=1)
+"""A rank may evaluate for long while others wait; the watch sees to those that are lost."""
+CONNECTIONS = 1
+"""Between two ranks; more gain nothing (docs/performance.md)."""
+THREADS = 8
+"""Messages that travel at once: more than two, or bursts of small ones queue."""
+INTERFACES = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include", "NCCL_SOCKET_IFNAME")
+"""Where launchers say which network Horovod uses."""
+
+
+class Group:
+    """Gloo's connections between the members of a process set, for messages of CPU tensors.
+
+    Sums, and the two phases of encoded messages, have connections of their own: the order in which
+    messages of one kind are launched is the same on all ranks, and no other order need be.
+
+    Args:
+        process_set: The ranks; all of them make the group together.
+        name: Begins the names of Horovod's messages that make it.
+        encodes: Whether encoded messages are to travel.
+        unused: Groups that this rank needs no more; those that no rank needs are closed.
+
+    Raises:
+        HvdPipeError: Some ranks cannot connect; raised on every rank.
+    """
+
+    def __init__(
+        self,
+        process_set: ProcessSet,
+        name: str,
+        encodes: bool = False,
+        unused: Sequence[Group] = (),
+    ) -> None:
+        self.name, self.ranks = name, members(process_set)
+        self.user: Any = None
+        """The engine, which stays as long as this does: other ranks may still send to this one."""
+        names = [group.name for group in unused if group.ranks == self.ranks]
+        hosts, unused_names = zip(
+            *gather((socket.gethostname(), names), f"{name}.hosts", process_set), strict=True
+        )
+        for group in unused:
+            if all(group.name in names for names in unused_names):
+                group.close()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout, options._threads = CONNECT, THREADS
+        kinds = ("sums", "slices", "replies") if encodes else ("sums",)
+        self._stores = [_Store(f"{name}.{kind}", process_set) for kind in kinds]
+        self._connections = Connections()
+        self._error: HorovodInternalError | None = None
+        failure: Exception | None = None
+        try:
+            options._devices = [_device(hosts) for _ in range(CONNECTIONS)]
+        except (OSError, RuntimeError) as error:
+            failure = error
+        self._agree(failure, f"{name}.devices", process_set)
+        listeners = gather(self._connections.take_listener(), f"{name}.listeners", process_set)
+        size, rank = len(self.ranks), int(process_set.rank())
+        self._groups: list[Any] = []
+        try:
+            for store in self._stores:
+                self._groups.append(dist.ProcessGroupGloo(store, rank, size, options))
+        except RuntimeError as error:
+            failure = error
+        addresses = {(host, port) for part in listeners for host, port in part}
+        lost_s = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30"))
+        self._connections.take_connected(addresses, lost_s)
+        self._agree(failure, f"{name}.connected", process_set)
+        self._check(process_set, name)
+        self._connections.refuse_strangers()
+        open_groups.add(self)
+
+    def _agree(self, failure: Exception | None, name: str, process_set: ProcessSet) -> None:
+        try:
+            check_alike([] if failure is None else failed(failure), name, process_set)
+        except HvdPipeError as error:
+            self._connections.abort()
+            raise HvdPipeError(
+                f"ranks cannot connect to each other for carrier='torch': {error} Name the "
+                f"network's interface in {INTERFACES[0]}, or use carrier='horovod'."
+            ) from failure
+
+    def _check(self, process_set: ProcessSet, name: str) -> None:
+        """Compare what came over the connections with what Horovod says: no stranger is in it."""
+        own = secrets.randbits(32)
+        numbers = torch.zeros(len(members(process_set)), dtype=torch.int64)
+        numbers[process_set.rank()] = own
+        self.launch(numbers, f"{name}.check").wait()
+        expected = gather(own, f"{name}.check", process_set)
+        same = numbers.tolist() == expected
+        stranger = None if same else RuntimeError("another program has connected")
+        self._agree(stranger, f"{name}.strangers", process_set)
+
+    def launch(self, tensor: torch.Tensor, name: str) -> Posted:
+        """Start to sum a tensor over the ranks, in place; all ranks launch in the same order."""
+        self._raise_error()
+        return Posted(self, self._groups[0].allreduce([tensor], _SUM), name, tensor)
+
+    def launch_slices(self, rows: torch.Tensor, name: str) -> Posted:
+        """Start to send row i to rank i; the result has a row from every rank, in their order."""
+        self._raise_error()
+        received = torch.empty_like(rows)
+        work = self._groups[1].alltoall_base(received, rows, [], [], _SLICES)
+        return Posted(self, work, name, received)
+
+    def launch_reply(self, row: torch.Tensor, name: str) -> Posted:
+        """Start to send a row to all ranks; the result has a row from every rank."""
+        self._raise_error()
+        received = row.new_empty(len(self.ranks), row.numel())
+        work = self._groups[2]._allgather_base(received.view(-1), row.view(-1), _REPLY)
+        return Posted(self, work, name, received)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def fail(self, error: Exception) -> HorovodInternalError:
+        """Give up after an error, here and on the ranks that wait for this one; return it."""
+        if self._error is None:
+            self._error = HorovodInternalError(f"messages are lost: {error}")
+            pending.forget()
+            self._connections.abort()
+        return self._error
+
+    def close(self) -> None:
+        """End the connections, once what was launched has arrived; nothing is sent any more."""
+        if self._error is None:
+            self._error = HorovodInternalError("Horovod was shut down")
+        self._connections.abort()
+        self._groups, self.user = [], None
+        open_groups.discard(self)
+
+
+class Posted:
+    """A message on its way."""
+
+    __slots__ = ("_group", "_name", "_received", "_work")
+
+    def __init__(self, group: Group, work: dist.Work, name: str, received: torch.Tensor) -> None:
+        self._group, self._work, self._name, self._received = group, work, name, received
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> torch.Tensor:
+        """Block until it has arrived, and return it; the thread sleeps meanwhile."""
+        try:
+            with waiting_for(self._name):
+                self._work.wait()
+        except RuntimeError as error:
+            raise self._group.fail(error) from error
+        return self._received
+
+
+class _Store(dist.Store):  # type: ignore[misc,name-defined]
+    """Where Gloo writes its addresses; a read of an unknown key exchanges all by Horovod."""
+
+    def __init__(self, name: str, process_set: ProcessSet) -> None:
+        super().__init__()
+        self._name, self._process_set = name, process_set
+        self._own: dict[str, str] = {}
+        self._all: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._own[key] = (value.encode() if isinstance(value, str) else bytes(value)).hex()
+
+    def get(self, key: str) -> bytes:
+        if key not in self._all:
+            for part in gather(self._own, f"{self._name}.{len(self._all)}", self._process_set):
+                self._all.update({one: bytes.fromhex(value) for one, value in part.items()})
+        return self._all[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def wait(self, keys: list[str], timeout: timedelta = CONNECT) -> None:
+        self.multi_get(keys)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def _device(hosts: Sequence[str]) -> Any:
+    """Return Gloo's listener and thread on the network that Horovod uses."""
+    make = dist.ProcessGroupGloo.create_device
+    for variable in INTERFACES:
+        interface = os.environ.get(variable, "").partition(",")[0]
+        if interface in psutil.net_if_addrs():
+            return make(interface=interface, lazy_init=False)
+    others = [host for host in hosts if host != socket.gethostname()]
+    if not others:
+        return make(hostname="127.0.0.1", lazy_init=False)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((others[0], 9))  # sends nothing: it asks the kernel for the way there
+        return make(hostname=probe.getsockname()[0], lazy_init=False)
+
+
+_SUM, _SLICES, _REPLY = dist.AllreduceOptions(), dist.AllToAllOptions(), AllgatherOptions()
+for _options in (_SUM, _SLICES, _REPLY):
+    _options.timeout = TIMEOUT
+
+open_groups: set[Group] = set()
+
+
+def _close_in_child() -> None:
+    for group in open_groups:
+        group._connections.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _close_all() -> None:
+    for group in list(open_groups):
+        group.close()
+
+
+pending.before_shutdown(_close_all)

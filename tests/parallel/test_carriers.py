@@ -1,0 +1,254 @@
+"""The carrier torch: the updates of Horovod's carrier, and what its connections let through."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from on_ranks import gather, on_ranks
+from problem import OPTIMIZERS, Weights, loss_of, make_model, train, weights_of
+from torch import nn
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.torch.compression import Int8
+from hvd_pipe.torch.messages.connections import _listens
+from hvd_pipe.torch.messages.group import Group, open_groups
+
+STEPS = 12
+TWO = on_ranks(2, launcher="gloo", init=hvd.init)
+JOBS = pytest.mark.parametrize(
+    "n",
+    [
+        pytest.param(2, marks=TWO, id="2"),
+        pytest.param(3, marks=on_ranks(3, init=hvd.init), id="3"),
+    ],
+)
+STRATEGIES = [
+    "merged-gradient:bucket_bytes=64",
+    "merged-gradient:bucket_bytes=64,overlap=forward",
+    "pipe-sgd:bucket_bytes=64",
+    "cocod:period=3,warmup_steps=2",
+    "cocod:period=4,fragments=2",
+]
+
+
+def distributed(model: nn.Module, carrier: str, strategy: str = "", **arguments: Any) -> Any:
+    return hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model),
+        model.named_parameters(),
+        strategy=strategy or None,
+        carrier=carrier,
+        **arguments,
+    )
+
+
+def trained(carrier: str, strategy: str, compression: Any) -> Weights:
+    model = make_model()
+    optimizer = distributed(model, carrier, strategy, compression=compression)
+    weights = train(model, optimizer, hvd.rank(), steps=STEPS)
+    optimizer.synchronize()
+    return np.vstack([weights, weights_of(model)])
+
+
+@JOBS
+@pytest.mark.parametrize("codec", ["none", "fp16", "int8 with feedback"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_updates_are_those_of_horovods_carrier(n: int, strategy: str, codec: str) -> None:
+    """To the last bit where two summands or encoded bytes leave no choice of an order."""
+    feedback = codec == "int8 with feedback"
+    compression = Int8(error_feedback=True) if feedback else getattr(hvd.Compression, codec)
+    ours, theirs = (trained(carrier, strategy, compression) for carrier in ("torch", "horovod"))
+    exact = n == 2 or (feedback and not strategy.startswith("cocod"))
+    tolerance = 0.0 if exact else {"fp16": 1e-2}.get(codec, 1e-12)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
+    assert len({row.tobytes() for row in gather(ours[-1])}) == 1
+
+
+@JOBS
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_have_joined_send_zeros(n: int, strategy: str) -> None:
+    """Later steps of the others average over those that are left, as Horovod's carrier does."""
+    ends = []
+    for carrier in ("torch", "horovod"):
+        model = make_model()
+        optimizer = distributed(model, carrier, strategy)
+        train(model, optimizer, hvd.rank(), steps=4 + 3 * hvd.rank())
+        hvd.join()
+        train(model, optimizer, hvd.rank(), steps=3, first=20)
+        optimizer.synchronize()
+        ends.append(weights_of(model))
+    np.testing.assert_allclose(ends[0], ends[1], rtol=0, atol=0 if n == 2 else 1e-12)
+
+
+# Arguments.
+
+
+@TWO
+def test_ranks_with_other_carriers_are_refused() -> None:
+    with pytest.raises(RanksDisagreeError, match="carrier"):
+        distributed(make_model(), ("horovod", "torch")[hvd.rank()])
+
+
+@on_ranks(2, init=partial(hvd.init, process_sets="dynamic"))
+@pytest.mark.parametrize(
+    ("carrier", "arguments", "words"),
+    [
+        ("toch", {}, "carrier must be 'horovod' or 'torch', got 'toch'.*did you mean 'torch'"),
+        ("torch", {"op": hvd.Adasum}, "carrier='torch' does not go with op=hvd.Adasum"),
+        ("torch", {"strategy": "cocod:within=node"}, "does not go with within='node'"),
+    ],
+)
+def test_what_cannot_be(carrier: str, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, RanksDisagreeError), match=words):
+        distributed(make_model(), carrier, **arguments)
+
+
+@on_ranks(2, init=partial(hvd.init, process_sets="dynamic"))
+def test_horovod_carries_what_the_variable_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_PIPE_CARRIER", "torch")
+    model, carried = make_model(), []
+    for op in (hvd.Average, hvd.Adasum):
+        plain = OPTIMIZERS["momentum"](model)
+        optimizer: Any = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
+        carried.append(optimizer._hvd_pipe.reduction.group is not None)
+        train(model, optimizer, hvd.rank(), steps=2)
+    assert carried == [True, False]
+    monkeypatch.setenv("HVD_PIPE_CARRIER", "glue")
+    with pytest.raises((ValueError, RanksDisagreeError), match="HVD_PIPE_CARRIER must be"):
+        distributed(model, "")
+
+
+# Connections.
+
+
+@TWO
+def test_groups_of_optimizers_that_are_gone_are_closed() -> None:
+    counts = []
+    for _ in range(4):
+        model = make_model()
+        optimizer = distributed(model, "torch")
+        train(model, optimizer, hvd.rank(), steps=2)
+        del optimizer
+        gc.collect()
+        counts.append((len(open_groups), _open_files()))
+    assert counts[-1] == counts[1]
+
+
+@TWO
+def test_a_round_that_has_begun_when_a_state_is_loaded() -> None:
+    """The rest of its messages is sent: rank 1 has sent more of them than rank 0."""
+    model = make_model()
+    optimizer = distributed(model, "torch", "merged-gradient:bucket_bytes=64")
+    state = optimizer.state_dict()
+    if hvd.rank() == 0:
+        model[-1](torch.ones(1, 4, dtype=torch.float64)).sum().backward()  # the last layer alone
+    else:
+        loss_of(model, hvd.rank(), 0).backward()
+    optimizer.load_state_dict(state)
+    assert len(set(gather(train(model, optimizer, hvd.rank(), steps=3).tobytes()))) == 1
+
+
+@TWO
+def test_ranks_whose_gradients_come_in_another_order_send_in_the_same_one() -> None:
+    torch.manual_seed(0)
+    heads = nn.ModuleList(nn.Linear(3, size) for size in (2, 40)).double()
+    plain = torch.optim.SGD(heads.parameters(), lr=0.1)
+    strategy = "merged-gradient:bucket_bytes=32"
+    optimizer = hvd.DistributedOptimizer(
+        plain, heads.named_parameters(), strategy=strategy, carrier="torch"
+    )
+    for _ in range(4):
+        optimizer.zero_grad()
+        order = heads if hvd.rank() else reversed(list(heads))
+        losses = [head(torch.ones(1, 3, dtype=torch.float64)).square().sum() for head in order]
+        sum(losses, torch.zeros(())).backward()
+        optimizer.step()
+    assert len(set(gather(weights_of(heads).tobytes()))) == 1
+
+
+@TWO
+def test_a_state_that_one_rank_alone_loads_while_it_sends() -> None:
+    model = make_model()
+    optimizer = distributed(model, "torch", "merged-gradient:bucket_bytes=64")
+    train(model, optimizer, hvd.rank(), steps=1)
+    state = optimizer.state_dict()
+    optimizer.zero_grad()
+    loss_of(model, hvd.rank(), 1).backward()
+    go_on = optimizer.step if hvd.rank() else partial(optimizer.load_state_dict, state)
+    with pytest.raises(HvdPipeError, match="ranks have sent different things"):
+        go_on()
+
+
+@TWO
+def test_a_rank_that_gives_up_ends_the_waits_of_others() -> None:
+    group = Group(hvd.global_process_set, "gives up")
+    if hvd.rank() == 1:
+        group.fail(RuntimeError("tried"))
+        with pytest.raises(HorovodInternalError, match="tried"):
+            group.launch(torch.ones(1), "later")
+    else:
+        with pytest.raises(HorovodInternalError, match="messages are lost"):
+            group.launch(torch.ones(1), "lost").wait()
+    gather(None)
+    group.close()
+
+
+@TWO
+def test_what_strangers_send_does_not_arrive() -> None:
+    group = Group(hvd.global_process_set, "strangers")
+    files = _open_files()
+    with _attacked(group) as attempts:
+        values = torch.empty(1 << 16)
+        deadline = time.monotonic() + 20.0
+        while True:
+            values.fill_(hvd.rank() + 1.0)
+            assert (group.launch(values, "under attack").wait() == 3.0).all()
+            enough = torch.tensor(float(attempts[0] >= 50 or time.monotonic() > deadline))
+            if group.launch(enough, "enough").wait() > 0:
+                break
+    assert _open_files() <= files + 1
+    gather(None)
+    group.close()
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextmanager
+def _attacked(group: Group) -> Iterator[list[int]]:
+    """Have a thread connect to this rank's listener, and send garbage; yields the attempts."""
+    addresses = [s.getsockname() for s in group._connections._sockets() if _listens(s)]
+    assert addresses
+    attempts, ends = [0], threading.Event()
+
+    def attack() -> None:
+        while not ends.is_set():
+            for garbage in (os.urandom(1000), struct.pack("<Q", attempts[0]), b""):
+                with socket.socket() as one:
+                    one.settimeout(0.05)
+                    if one.connect_ex(addresses[0]) == 0:
+                        one.sendall(garbage)
+                attempts[0] += 1
+
+    thread = threading.Thread(target=attack)
+    thread.start()
+    try:
+        yield attempts
+    finally:
+        ends.set()
+        thread.join()
