@@ -213,14 +213,15 @@ def check_everywhere(optimizer: torch.optim.Optimizer, given: Arguments) -> Chec
     if process_set.process_set_id == global_process_set.process_set_id:
         workers.watch()
     if checked.carrier == TORCH and process_set.included():
-        checked = dataclasses.replace(checked, settings=_with_group(checked.settings))
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        checked = dataclasses.replace(checked, settings=_with_group(checked.settings, own))
     timeline.start(checked.settings.parameters, process_set)
     return checked
 
 
-def _with_group(settings: Settings) -> Settings:
-    """Make the group that carries the messages of these settings; all ranks do so."""
-    reduction, parameters = settings.reduction, settings.parameters
+def _with_group(settings: Settings, parameters: Sequence[torch.Tensor]) -> Settings:
+    """Make the group that carries the messages of these parameters; all ranks do so."""
+    reduction = settings.reduction
     codecs = [codec_for(reduction.compression, gradient_dtype(p)) for p in parameters]
     name, encodes = f"{settings.tag}.group", any(codec is not None for codec in codecs)
     group = Group(reduction.process_set, name, encodes, unused_groups())

@@ -161,15 +161,16 @@ def _take_part(engines: list[Engine]) -> None:
             for engine, messages in tuple(rounds.items()):
                 if not all(message.arrived for message in messages):
                     continue
-                words = [message.wait() for message in messages]
+                words = [word for message in messages for word in message.wait()]
                 begun = time.monotonic()
-                if engine.all_have_left([word for part in words for word in part]):
+                if not any(words):  # all have joined
                     del rounds[engine]
                     if engine in live_engines():
                         engine.joined()
-                else:
+                    continue
+                if words[-1] == 0.0:  # a round, and no meeting of the others
                     engine.skip_round()
-                    rounds[engine] = launch_zeros(engine.next_messages)
+                rounds[engine] = launch_zeros(engine.next_messages)
             sleep_between_polls(begun)
 
 

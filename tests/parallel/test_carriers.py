@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import struct
 import threading
@@ -78,20 +79,54 @@ def test_updates_are_those_of_horovods_carrier(n: int, strategy: str, codec: str
     assert len({row.tobytes() for row in gather(ours[-1])}) == 1
 
 
+class Halved:
+    """A compressor of the user's."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        return tensor.half(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(dtype)
+
+
 @JOBS
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_that_have_joined_send_zeros(n: int, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "compression"),
+    [*((strategy, hvd.Compression.none) for strategy in STRATEGIES), (STRATEGIES[0], Halved)],
+)
+def test_ranks_that_have_joined_send_zeros(n: int, strategy: str, compression: Any) -> None:
     """Later steps of the others average over those that are left, as Horovod's carrier does."""
+    # A mean of 16 bits is rounded, and a sum of three depends on its order.
+    tolerance = 1e-2 if compression is Halved else 1e-12 * (n > 2)
     ends = []
     for carrier in ("torch", "horovod"):
         model = make_model()
-        optimizer = distributed(model, carrier, strategy)
+        optimizer = distributed(model, carrier, strategy, compression=compression)
         train(model, optimizer, hvd.rank(), steps=4 + 3 * hvd.rank())
         hvd.join()
         train(model, optimizer, hvd.rank(), steps=3, first=20)
         optimizer.synchronize()
         ends.append(weights_of(model))
-    np.testing.assert_allclose(ends[0], ends[1], rtol=0, atol=0 if n == 2 else 1e-12)
+    np.testing.assert_allclose(ends[0], ends[1], rtol=0, atol=tolerance)
+
+
+@TWO
+def test_the_others_meet_after_a_rank_has_joined() -> None:
+    """The last synchronize() of rank 1 is no round, and takes no rank for one that has left."""
+    ends = []
+    for carrier in ("torch", "horovod"):
+        model = make_model()
+        optimizer = distributed(model, carrier, "pipe-sgd:bucket_bytes=64")
+        train(model, optimizer, hvd.rank(), steps=3)
+        if hvd.rank() == 1:
+            optimizer.synchronize()
+            train(model, optimizer, 1, steps=2, first=3)
+        hvd.join()
+        optimizer.synchronize()
+        ends.append(weights_of(model))
+    np.testing.assert_array_equal(ends[0], ends[1])
 
 
 # Arguments.
@@ -137,15 +172,36 @@ def test_horovod_carries_what_the_variable_cannot_have(monkeypatch: pytest.Monke
 
 @TWO
 def test_groups_of_optimizers_that_are_gone_are_closed() -> None:
-    counts = []
+    groups = []
     for _ in range(4):
         model = make_model()
         optimizer = distributed(model, "torch")
+        groups.append(optimizer._hvd_pipe.reduction.group)
         train(model, optimizer, hvd.rank(), steps=2)
         del optimizer
         gc.collect()
-        counts.append((len(open_groups), _open_files()))
-    assert counts[-1] == counts[1]
+    assert open_groups.isdisjoint(groups[:-1])
+    assert not [one for group in groups[:-1] for one in group._connections._sockets()]
+
+
+@TWO
+def test_parameters_that_join_with_encoded_gradients() -> None:
+    """They need connections that are made with the optimizer, also for frozen parameters."""
+    for frozen in (True, False):
+        model = make_model(torch.float32)
+        late = nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
+        named = [*model.named_parameters(), ("late", late)]
+        plain = torch.optim.SGD([p for _, p in named if frozen or p is not late], lr=0.1)
+        optimizer = hvd.DistributedOptimizer(plain, named, carrier="torch")
+        late.requires_grad_(True)
+        if frozen:
+            late.sum().backward()
+            optimizer.step()
+            assert float(late.detach()[0]) == pytest.approx(0.9, abs=0.01)
+            continue
+        optimizer.add_param_group({"params": [late]})
+        with pytest.raises((ValueError, RanksDisagreeError), match="joins with encoded gradients"):
+            (loss_of(model, hvd.rank(), 0) + late.sum()).backward()
 
 
 @TWO
@@ -208,6 +264,31 @@ def test_a_rank_that_gives_up_ends_the_waits_of_others() -> None:
 
 
 @TWO
+def test_a_signal_is_handled_while_a_message_is_waited_for() -> None:
+    group = Group(hvd.global_process_set, "signals")
+
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    if hvd.rank() == 0:
+        posted = group.launch(torch.ones(1), "late")
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(InterruptedError):
+                posted.wait()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+    gather(None)
+    if hvd.rank() == 1:
+        posted = group.launch(torch.ones(1), "late")
+    assert float(posted.wait()) == 2.0
+    gather(None)
+    group.close()
+
+
+@TWO
 def test_what_strangers_send_does_not_arrive() -> None:
     group = Group(hvd.global_process_set, "strangers")
     files = _open_files()
@@ -220,7 +301,7 @@ def test_what_strangers_send_does_not_arrive() -> None:
             enough = torch.tensor(float(attempts[0] >= 50 or time.monotonic() > deadline))
             if group.launch(enough, "enough").wait() > 0:
                 break
-    assert _open_files() <= files + 1
+    assert _open_files() < files + 20  # of 50 that a listener would have taken
     gather(None)
     group.close()
 

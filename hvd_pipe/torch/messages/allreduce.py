@@ -36,6 +36,7 @@ from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.messages.group import Group, Posted
 from hvd_pipe.torch.messages.pending import follow_horovod
+from hvd_pipe.torch.parameters import gradient_dtype
 
 SENT, REDUCED = "own.sent", "own.reduced"
 """A checkpoint's labels of the residuals in `Feedback.sent` and `Feedback.reduced`."""
@@ -159,6 +160,18 @@ class Reduction:
             return CodecCost("wire", ratio)
         cost = replace(CODECS[codec.name], ratio=ratio)
         return cost if like.device.type == "cpu" else replace(cost, seconds_per_byte=0.0)
+
+    def check_carried(self, name: str, parameter: torch.Tensor) -> None:
+        """Raise ValueError where a parameter that joins has gradients that the group lacks."""
+        if self.group is None or self.group.encodes:
+            return
+        dtype = gradient_dtype(parameter)
+        if codec_for(self.compression, dtype) is not None:
+            raise ValueError(
+                f"{name!r} joins with encoded gradients ({dtype}), which carrier='torch' has no "
+                "connections for: give the optimizer a frozen parameter of that kind when you "
+                "make it, or use carrier='horovod'."
+            )
 
     # Architecture: G4
     def launch(self, tensor: torch.Tensor, name: str) -> int:
@@ -320,10 +333,13 @@ class GroupAllReduce(Message):
         pending.operations.discard(posted)
         self._operation.complete()
         assert self._wire is not None
-        if self._after != 1.0:
+        divides_wire = self._wire.is_floating_point()  # else it is of a compressor of the user's
+        if divides_wire and self._after != 1.0:
             self._wire.mul_(self._after)
         if self._wire is not self._flat:
             self._flat.copy_(self._reduction.compression.decompress(self._wire, self._context))
+        if not divides_wire:
+            self._flat.mul_(self._after)
         self._wire = self._context = None
 
     def launch_zeros(self, meets: bool = False) -> list[Zeros]:
@@ -367,12 +383,11 @@ def launch_zeros(messages: Sequence[Message], meets: bool = False) -> list[Zeros
 def meet(messages: Sequence[Message]) -> None:
     """Wait for all ranks under the names of these messages, or in a round of them.
 
-    Raises HvdPipeError where other ranks send something. The last exact element of what a group
-    carries counts the ranks that meet.
+    Raises HvdPipeError where other ranks send something. In what a group carries, the last exact
+    element says that ranks meet, and ranks that send, or discard, have others that are not zero.
     """
-    sent = launch_zeros(messages, meets=True)
-    counts = [words[-1] for words in (zeros.wait() for zeros in sent) if words]
-    if any(count < 1.0 - 1e-3 for count in counts):
+    words = [zeros.wait()[:-1] for zeros in launch_zeros(messages, meets=True)]
+    if any(word != 0.0 for part in words for word in part):
         raise HvdPipeError(pending.APART)
 
 

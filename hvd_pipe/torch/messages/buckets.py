@@ -464,7 +464,8 @@ class BucketSet:
         self.sparse.clear()
         self.end_round()
         self.completed, self.is_flushed, self.changes = [], False, None
-        if begun and flags.present - flags.meets > 0.5 / self._reduction.workers:
+        # Others have sent it as it was to be, or had not begun it, and meet instead.
+        if begun and abs(flags.present - flags.meets) > 0.5 / self._reduction.workers:
             raise HvdPipeError(pending.APART)
 
     def complete(self) -> None:

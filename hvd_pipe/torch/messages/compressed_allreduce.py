@@ -318,7 +318,7 @@ def message_for(
     if not values.numel():
         return message_for(plain, words, name, exact)
     words_message = message_for(plain, words, f"{name}.words", exact)
-    return InTwo(AllReduce(reduction, values, name), words_message)
+    return InTwo(message_for(reduction, values, name), words_message)
 
 
 def _slices(numel: int, workers: int, chunk: int) -> list[slice]:

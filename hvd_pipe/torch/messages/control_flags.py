@@ -98,7 +98,8 @@ class ControlFlags:
     def are_unlike(self, workers: int) -> bool:
         """Whether ranks have to compare something, or to raise, before any weight moves."""
         compares = self.changed != 0.0 or self.frozen != 0.0 or self.unlike_passes
-        return compares or self.sparse != 0.0 or self.some_stepped(workers)
+        raises = self.meets != 0.0 or self.some_stepped(workers)
+        return compares or raises or self.sparse != 0.0
 
     def _divided(self, mean: float, workers: int) -> bool:
         half = 0.5 / workers

@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,8 @@ from hvd_pipe.torch.messages.connections import Connections
 CONNECT = timedelta(seconds=60)
 TIMEOUT = timedelta(days=1)
 """A rank may evaluate for long while others wait; the watch sees to those that are lost."""
+BETWEEN_SIGNALS = timedelta(milliseconds=100)
+"""Python handles none, such as that of Ctrl-C, while a thread waits for a message."""
 CONNECTIONS = 1
 """Between two ranks; more gain nothing (docs/performance.md)."""
 THREADS = 8
@@ -65,7 +68,7 @@ class Group:
         encodes: bool = False,
         unused: Sequence[Group] = (),
     ) -> None:
-        self.name, self.ranks = name, members(process_set)
+        self.name, self.ranks, self.encodes = name, members(process_set), encodes
         self.user: Any = None
         """The engine, which stays as long as this does: other ranks may still send to this one."""
         names = [group.name for group in unused if group.ranks == self.ranks]
@@ -77,8 +80,6 @@ class Group:
                 group.close()
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads = CONNECT, THREADS
-        kinds = ("sums", "slices", "replies") if encodes else ("sums",)
-        self._stores = [_Store(f"{name}.{kind}", process_set) for kind in kinds]
         self._connections = Connections()
         self._error: HorovodInternalError | None = None
         failure: Exception | None = None
@@ -88,17 +89,21 @@ class Group:
             failure = error
         self._agree(failure, f"{name}.devices", process_set)
         listeners = gather(self._connections.take_listener(), f"{name}.listeners", process_set)
-        size, rank = len(self.ranks), int(process_set.rank())
-        self._groups: list[Any] = []
-        try:
-            for store in self._stores:
-                self._groups.append(dist.ProcessGroupGloo(store, rank, size, options))
-        except RuntimeError as error:
-            failure = error
         addresses = {(host, port) for part in listeners for host, port in part}
         lost_s = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30"))
-        self._connections.take_connected(addresses, lost_s)
-        self._agree(failure, f"{name}.connected", process_set)
+        size, rank = len(self.ranks), int(process_set.rank())
+        self._groups: list[Any] = []
+        self._stores: list[_Store] = []
+        for kind in ("sums", "slices", "replies") if encodes else ("sums",):
+            store = _Store(f"{name}.{kind}", process_set)
+            self._stores.append(store)
+            try:
+                self._groups.append(dist.ProcessGroupGloo(store, rank, size, options))
+            except RuntimeError as error:
+                failure = error
+                store.exchange()  # the other ranks do
+            self._connections.take_connected(addresses, lost_s)
+            self._agree(failure, f"{name}.{kind}.connected", process_set)
         self._check(process_set, name)
         self._connections.refuse_strangers()
         open_groups.add(self)
@@ -115,14 +120,22 @@ class Group:
 
     def _check(self, process_set: ProcessSet, name: str) -> None:
         """Compare what came over the connections with what Horovod says: no stranger is in it."""
-        own = secrets.randbits(32)
-        numbers = torch.zeros(len(members(process_set)), dtype=torch.int64)
+        own, name = secrets.randbits(32), f"{name}.check"
+        numbers = torch.zeros(len(self.ranks), 1, dtype=torch.int64)
         numbers[process_set.rank()] = own
-        self.launch(numbers, f"{name}.check").wait()
-        expected = gather(own, f"{name}.check", process_set)
-        same = numbers.tolist() == expected
-        stranger = None if same else RuntimeError("another program has connected")
-        self._agree(stranger, f"{name}.strangers", process_set)
+        rows = torch.full_like(numbers, own)
+        received, failure = [], None
+        try:
+            posted = [self.launch(numbers, name)]
+            if self.encodes:
+                posted += [self.launch_slices(rows, name), self.launch_reply(rows[0], name)]
+            received = [one.wait().flatten().tolist() for one in posted]
+        except HorovodInternalError as error:
+            failure = error
+        expected = gather(own, name, process_set)
+        if failure is None and any(one != expected for one in received):
+            failure = HorovodInternalError("another program has connected")
+        self._agree(failure, f"{name}ed", process_set)
 
     def launch(self, tensor: torch.Tensor, name: str) -> Posted:
         """Start to sum a tensor over the ranks, in place; all ranks launch in the same order."""
@@ -156,7 +169,7 @@ class Group:
         return self._error
 
     def close(self) -> None:
-        """End the connections, once what was launched has arrived; nothing is sent any more."""
+        """End the connections; nothing is sent any more."""
         if self._error is None:
             self._error = HorovodInternalError("Horovod was shut down")
         self._connections.abort()
@@ -181,6 +194,9 @@ class Posted:
         """Block until it has arrived, and return it; the thread sleeps meanwhile."""
         try:
             with waiting_for(self._name):
+                while not self._work.is_completed():
+                    with suppress(RuntimeError):  # it is not here yet: handle signals, and go on
+                        self._work.wait(BETWEEN_SIGNALS)
                 self._work.wait()
         except RuntimeError as error:
             raise self._group.fail(error) from error
@@ -188,22 +204,30 @@ class Posted:
 
 
 class _Store(dist.Store):  # type: ignore[misc,name-defined]
-    """Where Gloo writes its addresses; a read of an unknown key exchanges all by Horovod."""
+    """Where Gloo writes its addresses; the first read exchanges those of all ranks by Horovod."""
 
     def __init__(self, name: str, process_set: ProcessSet) -> None:
         super().__init__()
         self._name, self._process_set = name, process_set
         self._own: dict[str, str] = {}
-        self._all: dict[str, bytes] = {}
+        self._all: dict[str, bytes] | None = None
+
+    def exchange(self) -> dict[str, bytes]:
+        """Return what all ranks have set; the first time, all of them call this."""
+        if self._all is None:
+            parts = gather(self._own, self._name, self._process_set)
+            self._all = {
+                key: bytes.fromhex(value) for part in parts for key, value in part.items()
+            }
+        return self._all
 
     def set(self, key: str, value: bytes | str) -> None:
         self._own[key] = (value.encode() if isinstance(value, str) else bytes(value)).hex()
 
     def get(self, key: str) -> bytes:
-        if key not in self._all:
-            for part in gather(self._own, f"{self._name}.{len(self._all)}", self._process_set):
-                self._all.update({one: bytes.fromhex(value) for one, value in part.items()})
-        return self._all[key]
+        if key not in self.exchange():
+            raise RuntimeError("another rank has no address, as it has failed")
+        return self.exchange()[key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]

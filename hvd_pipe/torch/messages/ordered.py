@@ -193,8 +193,8 @@ class Sender:
 class GroupSender(Sender):
     """Sends messages that a `Group` carries: at once, and in a thread that sleeps until later.
 
-    Two share the link, so each takes a median time, and not its least one. None shares it with the
-    messages in ``alone``.
+    Two share the link, so each takes a median time, and not its least one. None is sent behind the
+    messages in ``alone`` before they have arrived.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ from hvd_pipe.torch.agree import check_alike, compare_replicas
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction, meet, of_all_ranks
-from hvd_pipe.torch.messages.control_flags import RAISED, Changes, ControlFlags
+from hvd_pipe.torch.messages.control_flags import RAISED, Changes
 from hvd_pipe.torch.messages.group import Group, open_groups
 from hvd_pipe.torch.parameters import check_parameter
 from hvd_pipe.torch.pending_tensors import Settle, hold, release
@@ -138,10 +138,6 @@ class Engine(abc.ABC):
     def meet(self) -> None:
         """Wait for all ranks under the names of messages that others may be about to send."""
         meet(self.next_messages)
-
-    def all_have_left(self, words: Sequence[float]) -> bool:
-        """Whether the exact elements of a round, in their means, say that all have joined."""
-        return ControlFlags(*words).present < 0.5 / self.reduction.workers
 
     def skip_round(self) -> None:  # noqa: B027 - the messages of most are always the same
         """Go on to the next round of messages, as this rank has left by ``hvd.join()``."""
@@ -257,6 +253,7 @@ class Engine(abc.ABC):
         try:
             for name, parameter in joining.items():
                 check_parameter(name, parameter)
+                self.reduction.check_carried(name, parameter)
         except ValueError as error:
             failure = error
         if not self.reduction.alone:

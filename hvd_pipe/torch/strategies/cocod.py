@@ -189,11 +189,6 @@ class CoCoDEngine(Engine):
             process_set = reduction.process_set
             compare_replicas(names, weights, [], "after synchronize()", process_set, tag)
 
-    def all_have_left(self, words: Sequence[float]) -> bool:
-        if self._is_warm:
-            return super().all_have_left(words)
-        return not any(words[: max(1, len(self._strategy.weights or ()))])
-
     def skip_round(self) -> None:
         if self._is_warm:
             self.rounds += 1
