@@ -172,8 +172,8 @@ def in_order(plan: Plan, names: Sequence[str], work: Pass) -> Plan:
     buckets = [[index[name] for name in bucket] for bucket in plan.buckets]
     total = max(float(work.bytes.sum()), 1.0)
     comm = CommModel.linear(0.0, (work.forward_s + work.backward_s) / total)
-    messages = timed_messages(work, comm, [(bucket, 1) for bucket in buckets])
-    order = tuple(messages[i].bucket for i in _order(messages))
+    sent = _sent(work, comm, [(bucket, 1) for bucket in buckets])
+    order = tuple(message.bucket for message in sent)
     return replace(plan, predicted_s=None, exposed_s=None, order=order)
 
 
@@ -245,7 +245,12 @@ def _partition(work: Pass, kinds: Sequence[Hashable], count: int) -> Partition:
 def _sent(work: Pass, comm: CommModel, partition: Partition) -> list[TimedMessage]:
     """Return the messages in the order in which they are sent."""
     messages = timed_messages(work, comm, partition)
-    return [messages[i] for i in _order(messages)]
+    order = send_order(
+        [message.ready_s for message in messages],
+        [message.needed_s for message in messages],
+        [message.seconds for message in messages],
+    )
+    return [messages[i] for i in order]
 
 
 def timed_messages(work: Pass, comm: CommModel, partition: Partition) -> list[TimedMessage]:
@@ -260,14 +265,6 @@ def timed_messages(work: Pass, comm: CommModel, partition: Partition) -> list[Ti
         seconds = comm(size) + comm.delay
         messages += [TimedMessage(number, ready, needed, seconds, size)] * count
     return messages
-
-
-def _order(messages: Sequence[TimedMessage]) -> list[int]:
-    return send_order(
-        [message.ready_s for message in messages],
-        [message.needed_s for message in messages],
-        [message.seconds for message in messages],
-    )
 
 
 def first_deferred(plan: Plan) -> int:

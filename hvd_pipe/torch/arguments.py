@@ -100,7 +100,7 @@ class Arguments(arguments.Arguments):
     def _carrier(self, parameters: Sequence[torch.Tensor], methods: Sequence[Strategy]) -> str:
         """Return what carries the messages: what was asked for, where that can be."""
         carrier = self.carrier or os.environ.get(CARRIER) or DEFAULT
-        if carrier not in (HOROVOD, TORCH):
+        if carrier not in CARRIERS:
             name, meant = "carrier" if self.carrier else CARRIER, nearest(carrier, CARRIERS)
             raise ValueError(f"{name} must be 'horovod' or 'torch', got {carrier!r}{meant}.")
         if carrier == HOROVOD:

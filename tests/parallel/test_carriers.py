@@ -205,6 +205,17 @@ def test_parameters_that_join_with_encoded_gradients() -> None:
 
 
 @TWO
+def test_ranks_with_unlike_frozen_parameters_make_the_same_connections() -> None:
+    model, dtype = make_model(), (torch.float32, torch.bfloat16)[hvd.rank()]
+    frozen = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
+    named = [*model.named_parameters(), ("frozen", frozen)]
+    plain = torch.optim.SGD([p for _, p in named], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(plain, named, carrier="torch")
+    assert optimizer._hvd_pipe.reduction.group.encodes
+    assert len(set(gather(train(model, optimizer, hvd.rank(), steps=2).tobytes()))) == 1
+
+
+@TWO
 def test_a_round_that_has_begun_when_a_state_is_loaded() -> None:
     """The rest of its messages is sent: rank 1 has sent more of them than rank 0."""
     model = make_model()

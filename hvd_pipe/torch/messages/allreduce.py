@@ -288,12 +288,8 @@ class GroupAllReduce(Message):
         self, reduction: Reduction, flat: torch.Tensor, name: str, exact: int = 0
     ) -> None:
         assert reduction.group is not None
-        self._reduction, self._flat, self._name, self._group = (
-            reduction,
-            flat,
-            name,
-            reduction.group,
-        )
+        self._reduction, self._flat, self._name = reduction, flat, name
+        self._group = reduction.group
         self._values, self._factor = flat[: flat.numel() - exact], reduction.factor
         predivide = reduction.gradient_predivide_factor if reduction.op == Average else 1.0
         self._before = 1.0 / predivide

@@ -38,7 +38,7 @@ TIMEOUT = timedelta(days=1)
 BETWEEN_SIGNALS = timedelta(milliseconds=100)
 """Python handles none, such as that of Ctrl-C, while a thread waits for a message."""
 CONNECTIONS = 1
-"""Between two ranks; more gain nothing (docs/performance.md)."""
+"""Between two ranks; more gain nothing (benchmarks/carriers.py)."""
 THREADS = 8
 """Messages that travel at once: more than two, or bursts of small ones queue."""
 INTERFACES = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include", "NCCL_SOCKET_IFNAME")
@@ -54,7 +54,7 @@ class Group:
     Args:
         process_set: The ranks; all of them make the group together.
         name: Begins the names of Horovod's messages that make it.
-        encodes: Whether encoded messages are to travel.
+        encodes: Whether encoded messages are to travel; they can, where a rank says so.
         unused: Groups that this rank needs no more; those that no rank needs are closed.
 
     Raises:
@@ -68,13 +68,15 @@ class Group:
         encodes: bool = False,
         unused: Sequence[Group] = (),
     ) -> None:
-        self.name, self.ranks, self.encodes = name, members(process_set), encodes
+        self.name, self.ranks = name, members(process_set)
         self.user: Any = None
         """The engine, which stays as long as this does: other ranks may still send to this one."""
-        names = [group.name for group in unused if group.ranks == self.ranks]
-        hosts, unused_names = zip(
-            *gather((socket.gethostname(), names), f"{name}.hosts", process_set), strict=True
+        unused_here = [group.name for group in unused if group.ranks == self.ranks]
+        everyone = gather(
+            (socket.gethostname(), unused_here, encodes), f"{name}.hosts", process_set
         )
+        hosts, unused_names, encoding = zip(*everyone, strict=True)
+        self.encodes = any(encoding)  # ranks may have unlike frozen parameters
         for group in unused:
             if all(group.name in names for names in unused_names):
                 group.close()
@@ -85,16 +87,16 @@ class Group:
         failure: Exception | None = None
         try:
             options._devices = [_device(hosts) for _ in range(CONNECTIONS)]
-        except (OSError, RuntimeError) as error:
+            lost_s = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30"))
+        except (OSError, RuntimeError, ValueError) as error:
             failure = error
         self._agree(failure, f"{name}.devices", process_set)
         listeners = gather(self._connections.take_listener(), f"{name}.listeners", process_set)
         addresses = {(host, port) for part in listeners for host, port in part}
-        lost_s = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30"))
         size, rank = len(self.ranks), int(process_set.rank())
         self._groups: list[Any] = []
         self._stores: list[_Store] = []
-        for kind in ("sums", "slices", "replies") if encodes else ("sums",):
+        for kind in ("sums", "slices", "replies") if self.encodes else ("sums",):
             store = _Store(f"{name}.{kind}", process_set)
             self._stores.append(store)
             try:
