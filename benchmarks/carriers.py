@@ -3,9 +3,9 @@
     sudo python benchmarks/carriers.py --json benchmarks/results/carriers.json
 
 Hosts of one machine (`cluster.py`) all-reduce ``--count`` messages of one size, one after another
-and all at once. A group has k connections between two hosts and t threads (``torch:k/t``). All
-carriers take turns in one job; figures are medians of milliseconds, and of the processor's in one
-rank.
+and all at once; one host alone has two ranks. A group has k connections between two hosts and t
+threads (``torch:k/t``). All carriers take turns in one job; figures are medians of milliseconds,
+and of the processor's in one rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hvd_pipe.torch.messages.group import Group
 
 SIZES = {"4 KiB": 2**12, "64 KiB": 2**16, "256 KiB": 2**18, "1 MiB": 2**20, "4 MiB": 2**22}
 SIZES["16 MiB"] = 2**24
-GROUPS = ((1, 2), (1, 8), (4, 8))  # the second is what `group` has
+GROUPS = ((1, 2), (1, 8))  # the second is what `group` has
 HOROVOD = "horovod"
 
 
@@ -91,8 +91,9 @@ def main() -> int:
     """Run each number of hosts in turn, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", default="1gbit", help="of the links (default 1gbit)")
-    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--launcher", default="gloo", choices=("gloo", "mpi"))
+    parser.add_argument("--hosts", nargs="+", type=int, default=[1, 2, 4])
+    launchers = ("gloo", "mpi")
+    parser.add_argument("--launchers", nargs="+", default=launchers, choices=launchers)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--count", type=int, default=12, help="messages of a round")
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -106,7 +107,10 @@ def main() -> int:
     try:
         for hosts in options.hosts:
             with Cluster(hosts, options.rate) as cluster:
-                results[f"{hosts} hosts"] = run_on(cluster, words, options.launcher)["rows"]
+                for launcher in options.launchers:
+                    done = run_on(cluster, words, launcher, per_host=1 + (hosts == 1))
+                    where = "2 ranks of one host" if hosts == 1 else f"{hosts} hosts"
+                    results[f"{where}, {launcher}"] = done["rows"]
     except (ClusterError, subprocess.TimeoutExpired) as error:
         print(f"carriers: {error}", file=sys.stderr)
         return 2

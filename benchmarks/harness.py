@@ -167,12 +167,17 @@ def run_here(
 
 
 def run_on(
-    cluster: Cluster, words: Sequence[str], launcher: str, env: Mapping[str, str] | None = None
+    cluster: Cluster,
+    words: Sequence[str],
+    launcher: str,
+    env: Mapping[str, str] | None = None,
+    per_host: int = 1,
 ) -> dict[str, Any]:
-    """Run a script, with ``--rank FOLDER``, as a rank on each host; return its files of JSON."""
+    """Run a script, with ``--rank FOLDER``, as ranks on each host; return its files of JSON."""
     with tempfile.TemporaryDirectory() as folder:
-        hosts = ",".join(f"{host}:1" for host in cluster.hosts)
-        job = ["horovodrun", "-np", str(len(cluster.hosts)), "-H", hosts, f"--{launcher}"]
+        hosts = ",".join(f"{host}:{per_host}" for host in cluster.hosts)
+        ranks = str(per_host * len(cluster.hosts))
+        job = ["horovodrun", "-np", ranks, "-H", hosts, f"--{launcher}"]
         command = [*job, sys.executable, *words, "--rank", folder]
         done = cluster.run(cluster.hosts[0], command, env=env, timeout=600)
         if done.returncode:

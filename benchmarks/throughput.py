@@ -53,11 +53,13 @@ RING = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
 }
+OVERLAPS = ("backward", "forward")
 SETTLE_STEPS = 4
-LEAST_STEPS = 2.0  # of a turn, where two take longer than it should
+LEAST_STEPS = 4.0  # of a turn, where these take longer; one message may travel between turns
 PLANNING_STEPS = {  # until all plans were tried; by the beginning of a name
     "merged-gradient:overlap=forward": 62,
-    "merged-gradient": 28,
+    "merged-gradient:overlap=backward": 28,
+    "merged-gradient": 62,
     "pipe-sgd": 34,
     "auto": 36,
 }
@@ -178,7 +180,7 @@ class Team:
 def contestants_of(ratio: float, options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the names of each team's contestants in a cell."""
     k = max(2, math.ceil(ratio))
-    ours = ["merged-gradient", "merged-gradient:overlap=forward"]
+    ours = ["merged-gradient", *(f"merged-gradient:overlap={way}" for way in OVERLAPS)]
     ours += ["merged-gradient+bf16", "merged-gradient+int8"]
     ours += ["pipe-sgd", "pipe-sgd+bf16", "pipe-sgd+int8"]
     ours += list(dict.fromkeys([f"cocod:period={k}", "cocod:period=8", "cocod:period=8+int8"]))

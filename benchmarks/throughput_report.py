@@ -16,7 +16,7 @@ from hvd_pipe.planning.comm import CODECS, CommModel
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.timing import step_time
 
-FORWARD = "merged-gradient:overlap=forward"
+OVERLAPPING = ("merged-gradient", "merged-gradient:overlap=forward")  # TensorFlow: the second
 FIRST_READY = 1 / 3  # of a step: forward passes take a third, and no gradient is ready before
 Cell = dict[str, Any]
 
@@ -63,7 +63,7 @@ def limit_s(cell: Cell, contestant: str) -> float:
         return compute
     if kind == "conventional":
         return compute + comm
-    if kind.startswith("pipe-sgd") or kind == FORWARD:
+    if kind.startswith("pipe-sgd") or kind in OVERLAPPING[bool(prefix) :]:
         return max(compute, comm)
     if kind == "ddp:post-local":
         return compute + comm / period_of(kind)

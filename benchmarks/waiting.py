@@ -72,7 +72,7 @@ def rank(folder: Path, rounds: int) -> None:
             loss().backward()
             optimizer.step()
 
-        for _ in range(28):  # plans are tried
+        for _ in range(64):  # plans are tried
             step()
         hvd.barrier()
         found[strategy] = timed(step, rounds)

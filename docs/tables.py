@@ -51,7 +51,12 @@ MODELS = {
 }
 HOROVOD = ("horovod", "horovod:asleep")
 DDP = ("ddp", "ddp:buckets=8")
+DEFAULT = "merged-gradient"
+BACKWARD = "merged-gradient:overlap=backward"
 FORWARD = "merged-gradient:overlap=forward"
+
+CARRIED = ("4 KiB", "256 KiB", "1 MiB", "4 MiB", "16 MiB")
+GROUPS = ("horovod", "torch:1/8")
 
 Times = dict[str, float]  # ms a step, by contestant; also of one all-reduce
 Cells = dict[tuple[float, str], Times]  # by r and model
@@ -71,6 +76,8 @@ def measured(name: str, workers: int = 4, backend: str = "gloo", busy: float = 0
             busy,
         ):
             times = {row["contestant"]: 1e3 * row["seconds"] for row in cell["rows"]}
+            if BACKWARD not in times:  # the default, when this was measured
+                times[BACKWARD] = times[DEFAULT]
             times["all-reduce"] = 1e3 * cell["all_reduce_s"][str(cell["gradient_bytes"])]
             cells[cell["ratio"], cell["model"]] = times
     return dict(sorted(cells.items(), key=lambda item: (item[0][0], [*MODELS].index(item[0][1]))))
@@ -96,12 +103,13 @@ def speeds(name: str, peer: Sequence[str], columns: Mapping[str, Sequence[str]])
 STEP: dict[str, Callable[[Times], str]] = {
     "stock Horovod": lambda t: f"{best(t, HOROVOD):.0f}",
     "PyTorch DDP": lambda t: f"{best(t, DDP):.0f}",
-    "`merged-gradient`": lambda t: f"{t['merged-gradient']:.0f}",
+    "`overlap=backward`": lambda t: f"{t[BACKWARD]:.0f}",
     "`overlap=forward`": lambda t: f"{t[FORWARD]:.0f}",
     "one worker alone": lambda t: f"{t['single']:.0f}",
 }
-ENGINE = {
-    "Horovod's engine": lambda t: f"{best(t, [n for n in t if n.startswith('engine')]):.0f}",
+PLAIN: dict[str, Callable[[Times], str]] = {
+    "the default": lambda t: f"{t[DEFAULT]:.0f}",
+    "the best peer / the default": lambda t: f"{best(t, HOROVOD + DDP) / t[DEFAULT]:.2f}",
 }
 PEER = {
     "the best peer / `overlap=forward`": lambda t: f"{best(t, HOROVOD + DDP) / t[FORWARD]:.2f}",
@@ -128,7 +136,8 @@ def by_model() -> str:
         "one worker by itself": ["single"],
         "Horovod, polling or asleep": HOROVOD,
         "DDP's best": DDP,
-        "`merged-gradient`": ["merged-gradient"],
+        "`merged-gradient`": [DEFAULT],
+        "`overlap=backward`": [BACKWARD],
         "`overlap=forward`": [FORWARD],
         "`pipe-sgd`": ["pipe-sgd"],
         "`pipe-sgd`, int8": ["pipe-sgd+int8"],
@@ -226,16 +235,16 @@ def other_ways() -> str:
     ways = {
         "another process takes half of one core": measured("exact-120ms", busy=0.5),
         "Horovod over MPI": measured("exact-120ms", backend="mpi"),
-        "two workers that really compute on one core each, 90 MiB, r = 0.78": measured(
+        "two workers that really compute on one core each, 90 MiB, r = 1.11": measured(
             "exact-cpu", workers=2
         ),
     }
     body = [
-        [MODELS[model], way, *(of(times) for of in STEP.values())]
+        [MODELS[model], way, *(of(times) for of in {**STEP, **PLAIN}.values())]
         for way, cells in ways.items()
         for (_, model), times in cells.items()
     ]
-    return markdown(["ms a step", "", *STEP], body)
+    return markdown(["ms a step", "", *STEP, *PLAIN], body)
 
 
 def slow_links() -> str:
@@ -294,6 +303,18 @@ def message_costs() -> str:
                 body.append([ranks, f"{count} of {size}", *figures])
     heads = ["until Horovod looks", "negotiation", "wire", "until the thread has noticed", "whole"]
     return markdown(["", "messages", *heads], body)
+
+
+def carriers() -> str:
+    """Milliseconds, and those of the processor of one rank."""
+    found = read("carriers")
+    sizes = [f"{size}, {way}" for way in ("one by one", "burst") for size in CARRIED]
+    body = [
+        [where, what, *("{:.1f} ({:.1f})".format(*rows[what][name]) for name in GROUPS)]
+        for where, rows in found["rows"].items()
+        for what in sizes
+    ]
+    return markdown(["", f"{found['count']} messages of", "`horovod`", "`torch`"], body)
 
 
 def spinning() -> str:
@@ -374,10 +395,11 @@ def of_scale() -> dict[str, str]:
 def tables() -> dict[str, dict[str, str]]:
     """The text between each pair of marks, by page."""
     one_worker = {"one worker by itself": ["single"]}
-    merged = {"`merged-gradient`": ["merged-gradient"]}
     readme = {
         "exact": speeds(
-            "exact-1200ms", HOROVOD + DDP, {**merged, f"`{FORWARD}`": [FORWARD], **one_worker}
+            "exact-1200ms",
+            HOROVOD + DDP,
+            {f"`{name}`": [name] for name in (BACKWARD, FORWARD)} | one_worker,
         ),
         "all strategies": speeds(
             "exact-120ms",
@@ -386,19 +408,16 @@ def tables() -> dict[str, dict[str, str]]:
                 **one_worker,
                 "Horovod, polling or asleep": HOROVOD,
                 "DDP's best": DDP,
-                **merged,
-                "`overlap=forward`": [FORWARD],
+                "`merged-gradient`": [DEFAULT],
+                "`overlap=backward`": [BACKWARD],
                 "`pipe-sgd`": ["pipe-sgd"],
                 "`pipe-sgd`, int8": ["pipe-sgd+int8"],
                 "`cocod:period=8`": ["cocod:period=8"],
             },
         ),
     }
-    horovod, ddp, *ours = STEP.items()
     performance = {
-        "short steps": steps(
-            "exact-120ms", "r", dict([horovod, ddp, *ENGINE.items(), *ours, *PEER.items()])
-        ),
+        "short steps": steps("exact-120ms", "r", STEP | PLAIN),
         "overhead": overhead(),
         "settings": best_settings(),
         "other ways": other_ways(),
@@ -425,6 +444,7 @@ def tables() -> dict[str, dict[str, str]]:
         "docs/faults.md": {"faults": kill_loop()},
         "docs/convergence.md": of_convergence(),
         "docs/scale.md": of_scale(),
+        "docs/carriers.md": {"carriers": carriers()},
         "docs/install.md": {"make matrix": matrix.table(json.loads(matrix.RESULTS.read_text()))},
     }
 

@@ -40,7 +40,7 @@ ENVIRONMENT_VARIABLE = "HVD_PIPE_STRATEGY"
 
 _PLANS = ("auto", "greedy", "wfbp", "single")
 _PREDICTIONS = ("none", "local", "previous")
-_OVERLAPS = ("backward", "forward")
+_OVERLAPS = ("auto", "backward", "forward")
 _NUMBERS = ("pull_back", "anchor_momentum", "outer_lr", "outer_momentum")
 
 
@@ -58,13 +58,16 @@ class MergedGradient:
         bucket_bytes: Fill buckets up to this many bytes instead of planning.
         overlap: ``"backward"``: all gradients have arrived when ``step()`` returns. ``"forward"``
             (PyTorch, Keras' ``fit``): they travel behind the next forward pass, until layers run.
+            ``"auto"``: where torch carries the messages, steps are timed with and without that,
+            unless a plan is given, and the faster way stays; elsewhere as ``"backward"``. A plan
+            that has an order is ``"forward"``'s.
 
     Raises:
         TypeError, ValueError: An argument of the wrong kind or range, or both given.
 
     Example:
         >>> MergedGradient(plan="wfbp")
-        MergedGradient(plan='wfbp', bucket_bytes=None, overlap='backward')
+        MergedGradient(plan='wfbp', bucket_bytes=None, overlap='auto')
 
     Source: Shi, Chu, Li, "MG-WFBP" (INFOCOM 2019, TPDS 2021); for ``overlap="forward"``,
     Jayarajan et al., "Priority-based Parameter Propagation" (MLSys 2019, arXiv 1905.03960).
@@ -73,7 +76,7 @@ class MergedGradient:
     name: ClassVar[str] = "merged-gradient"
     plan: str | Path | Plan = "auto"
     bucket_bytes: int | None = None
-    overlap: str = "backward"
+    overlap: str = "auto"
 
     def __post_init__(self) -> None:
         require_one_of(self, "overlap", _OVERLAPS)
@@ -99,8 +102,13 @@ class MergedGradient:
 
     @property
     def overlaps_forward(self) -> bool:
-        """Whether messages may travel behind the next forward pass."""
+        """Whether messages shall travel behind the next forward pass."""
         return self.overlap == "forward"
+
+    @property
+    def plans(self) -> bool:
+        """Whether the plan comes from measured times alone."""
+        return self.plan == "auto" and self.bucket_bytes is None
 
     def load_plan(self) -> Plan | None:
         """Return the plan that was given (read from its file), None when one is to be made."""

@@ -39,8 +39,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--num-warmup-batches",
         type=int,
-        default=30,
-        help="not measured; merged-gradient tries its plans in the first 26",
+        default=64,
+        help="not measured; merged-gradient tries its plans in the first 62",
     )
     parser.add_argument("--num-batches-per-iter", type=int, default=10)
     parser.add_argument("--num-iters", type=int, default=10, help="measurements")

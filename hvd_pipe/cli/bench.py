@@ -61,9 +61,7 @@ def _at_least(ctx: click.Context, param: click.Parameter, value: int) -> int:
 @click.option(
     "--carrier",
     type=click.Choice(("horovod", "torch")),
-    default="horovod",
-    show_default=True,
-    help="What carries them, as in DistributedOptimizer(carrier=).",
+    help="What carries them.  [default: torch over Gloo, horovod over MPI]",
 )
 @options.output_option(".json", what="the cluster for --cluster", multiple=True)
 @options.json_option
@@ -71,17 +69,17 @@ def command(
     max_bytes: int,
     budget: float,
     device: str | None,
-    carrier: str,
+    carrier: str | None,
     paths: tuple[Path, ...],
     as_json: bool,
 ) -> None:
     """Time all-reduces between the ranks of a job.
 
-    Messages of 1 KiB to 64 MiB travel through Horovod, as gradients do. Run it under horovodrun
+    Messages of 1 KiB to 64 MiB travel as gradients of PyTorch do. Run it under horovodrun
     or mpirun, on the hosts and with the settings of the training. Rank 0 prints the times, the
     bus bandwidth and a model fitted to them; -o cluster.json keeps it for advise, plan and
-    simulate. Where one thread negotiates and carries (Gloo, MPI), these count the cost of a
-    message alone for each that is not sent in a burst.
+    simulate. Where one thread negotiates and carries (Horovod, but for NCCL), these count the cost
+    of a message alone for each that is not sent in a burst.
     """
     if options.job_size() == 1:
         raise InputError(
@@ -163,10 +161,11 @@ def message_sizes(max_bytes: int) -> list[int]:
 
 
 def measure(
-    max_bytes: int, budget_s: float, device: str | None, carrier: str
+    max_bytes: int, budget_s: float, device: str | None, carrier: str | None
 ) -> tuple[Cluster, dict[str, Any]] | None:
     """Measure on all ranks; return the cluster and rank 0's document, None on other ranks."""
     import hvd_pipe.torch  # noqa: PLC0415 - torch and Horovod take seconds
+    from hvd_pipe.torch.arguments import default_carrier  # noqa: PLC0415
     from hvd_pipe.torch.measuring.probes import measure_allreduce, uses_nccl  # noqa: PLC0415
     from hvd_pipe.torch.messages.group import Group  # noqa: PLC0415
 
@@ -179,6 +178,8 @@ def measure(
         )
     settings = f"--max-bytes {max_bytes} --budget {budget_s:g} --carrier {carrier}"
     place, memory = _place(hvd, "cpu" if carrier == "torch" else device, settings)
+    if carrier is None:
+        carrier = default_carrier() if place.type == "cpu" else "horovod"
     first, everyone = hvd.rank() == 0, hvd.global_process_set
     group = Group(everyone, "hvd_pipe.bench.group") if carrier == "torch" else None
     time_sizes = partial(

@@ -449,7 +449,8 @@ def _recommended(rows: Sequence[Row], margin: float) -> tuple[Row, str]:
     fastest = (usable or list(rows))[0]
     exacts = [row for row in usable or rows if row.exact]
     exact = next(iter(exacts), None)
-    default = next((row for row in exacts if row.strategy == MergedGradient.name), None)
+    barriers = [spell(MergedGradient(overlap=overlap)) for overlap in ("auto", "backward")]
+    default = next((row for row in exacts if row.strategy in barriers), None)
     if default and default.time.total_s <= exacts[0].time.total_s * (1.0 + margin):
         exact = default
     name, seconds = name_of(fastest), format_seconds(fastest.time.total_s)

@@ -149,9 +149,8 @@ def choose(predictions: Sequence[Prediction]) -> Prediction:
 
 def kind_of(method: Method) -> str:
     """Return the name by which `Auto` allows a method; other options do not count."""
-    if isinstance(method, MergedGradient):
-        return spell(MergedGradient(overlap=method.overlap))
-    return method.name
+    is_forward = isinstance(method, MergedGradient) and method.overlaps_forward
+    return spell(_EXACT[1]) if is_forward else method.name
 
 
 _EXACT = (MergedGradient(), MergedGradient(overlap="forward"))

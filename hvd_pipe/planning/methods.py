@@ -161,7 +161,7 @@ def parse(text: str | Method) -> Method:
 
     Example:
         >>> parse("wfbp")
-        MergedGradient(plan='wfbp', bucket_bytes=None, overlap='backward')
+        MergedGradient(plan='wfbp', bucket_bytes=None, overlap='auto')
         >>> parse("cocod:period=8").period
         8
     """

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set
 
 from hvd_pipe.cocod import assign_fragments
-from hvd_pipe.errors import nearest
+from hvd_pipe.errors import HvdPipeError, nearest
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import arguments, check_mode
 from hvd_pipe.runtime.consensus import Description, members
@@ -33,9 +34,10 @@ from hvd_pipe.torch.parameters import all_names, gradient_dtype, owned_by, train
 from hvd_pipe.torch.strategies.base import unused_groups
 from hvd_pipe.torch.strategies.settings import Settings, describe
 
+_log = logging.getLogger("hvd_pipe")
+
 CARRIER = "HVD_PIPE_CARRIER"
 HOROVOD, TORCH = CARRIERS = ("horovod", "torch")
-DEFAULT = HOROVOD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +96,22 @@ class Arguments(arguments.Arguments):
             plan = strategy.load_plan()
         if plan is not None:
             settings.index.plan_groups(plan, range(len(parameters)))
-        carrier = self._carrier(parameters, (strategy, *candidates))
+        carrier = self._carrier(parameters, (strategy, *candidates), len(names))
         return Checked(self, settings, strategy, plan, names, carrier, candidates, left_out)
 
-    def _carrier(self, parameters: Sequence[torch.Tensor], methods: Sequence[Strategy]) -> str:
-        """Return what carries the messages: what was asked for, where that can be."""
-        carrier = self.carrier or os.environ.get(CARRIER) or DEFAULT
+    @property
+    def asked_carrier(self) -> str | None:
+        """What was asked for, by the script or by the variable."""
+        return self.carrier or os.environ.get(CARRIER)
+
+    def _carrier(
+        self, parameters: Sequence[torch.Tensor], methods: Sequence[Strategy], count: int
+    ) -> str:
+        """Return what carries the messages: what was asked for, where that can be.
+
+        There may be an optimizer for each parameter, and connections for each would be too many.
+        """
+        carrier = self.asked_carrier or (default_carrier() if count > 1 else HOROVOD)
         if carrier not in CARRIERS:
             name, meant = "carrier" if self.carrier else CARRIER, nearest(carrier, CARRIERS)
             raise ValueError(f"{name} must be 'horovod' or 'torch', got {carrier!r}{meant}.")
@@ -138,9 +150,10 @@ class Arguments(arguments.Arguments):
     def _check_adasum(self, optimizer: torch.optim.Optimizer, strategy: Method) -> None:
         # Adasum weighs updates tensor by tensor: nothing can be merged, delayed or quantised.
         workers = len(members(self.process_set))
+        is_plain = strategy in (MergedGradient(), MergedGradient(overlap="backward"))
         options = f"strategy={strategy.name!r} with its options"
         for is_wrong, subject, fix in (
-            (strategy != MergedGradient(), options, "'merged-gradient' as it is"),
+            (not is_plain, options, "'merged-gradient' as it is"),
             (self.groups is not None, "groups", "groups=None"),
             (isinstance(self.compression, Codec), f"{self.compression}", "hvd.Compression.fp16"),
             (self.process_set.process_set_id != 0, "a process_set", "the global one"),
@@ -152,6 +165,11 @@ class Arguments(arguments.Arguments):
                 raise ValueError(
                     f"op=hvd.Adasum does not go with {subject}: use {fix}, or op=hvd.Average."
                 )
+
+
+def default_carrier() -> str:
+    """Return what carries from processors unless it is said; MPI has more than sockets."""
+    return HOROVOD if mpi_ops.mpi_enabled() or sys.platform != "linux" else TORCH
 
 
 @dataclass(frozen=True)
@@ -178,7 +196,7 @@ class Checked:
         return [
             *self.arguments.describe_values(self.strategy, self.plan),
             ("groups", str(settings.groups)),
-            ("carrier", self.carrier),
+            ("carrier", f"{self.carrier}{'' if self.arguments.asked_carrier else ', by default'}"),
             *describe(named),
         ]
 
@@ -214,7 +232,12 @@ def check_everywhere(optimizer: torch.optim.Optimizer, given: Arguments) -> Chec
         workers.watch()
     if checked.carrier == TORCH and process_set.included():
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        checked = dataclasses.replace(checked, settings=_with_group(checked.settings, own))
+        try:
+            checked = dataclasses.replace(checked, settings=_with_group(checked.settings, own))
+        except HvdPipeError as error:  # on all ranks
+            if given.asked_carrier is not None:
+                raise
+            _log.warning("Horovod carries the messages, as %s", error)
     timeline.start(checked.settings.parameters, process_set)
     return checked
 

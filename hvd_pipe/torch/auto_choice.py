@@ -40,7 +40,7 @@ from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.arguments import Checked
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring.step_times import JobTimes
-from hvd_pipe.torch.overlap_start import OverlapStart, refusal
+from hvd_pipe.torch.overlap_start import OverlapStart, refusal, start_of
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.make_engine import switch
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
@@ -54,6 +54,9 @@ _log = logging.getLogger("hvd_pipe")
 
 class AutoChoice:
     """Watches the steps of one optimizer, and changes its engine, which measures, once."""
+
+    tries = True
+    """Whether a state that is loaded may change what ranks do alike."""
 
     def __init__(self, checked: Checked, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         self._candidates, self._optimizer = checked.candidates, weakref.ref(optimizer)
@@ -213,8 +216,17 @@ class AutoChoice:
             _log.info(text, *values)
 
 
+def chooser_of(
+    checked: Checked, optimizer: torch.optim.Optimizer, engine: Engine
+) -> AutoChoice | OverlapStart | None:
+    """Return what may change the engine after some steps, if anything may."""
+    if isinstance(checked.strategy, Auto):
+        return AutoChoice(checked, optimizer, engine)
+    return start_of(checked)
+
+
 def _is_forward(method: Method) -> bool:
-    return isinstance(method, MergedGradient) and method.overlaps_forward
+    return kind_of(method) == spell(MergedGradient(overlap="forward"))
 
 
 def _without_forward(methods: Sequence[Method]) -> Sequence[Method]:

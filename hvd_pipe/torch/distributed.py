@@ -21,16 +21,16 @@ from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime.arguments import check_passes
 from hvd_pipe.runtime.restarts import is_elastic
-from hvd_pipe.strategy import Auto, Strategy
+from hvd_pipe.strategy import Strategy
 from hvd_pipe.torch import amp, checkpoint, workers
 from hvd_pipe.torch.arguments import Arguments, Checked, check_alone, check_everywhere
-from hvd_pipe.torch.auto_choice import AutoChoice, say_left_out
+from hvd_pipe.torch.auto_choice import AutoChoice, chooser_of, say_left_out
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.compression import Compression
 from hvd_pipe.torch.horovod_api import broadcast_optimizer_state, root_of_horovods
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.measuring.step_times import JobProfile, profile_job
-from hvd_pipe.torch.overlap_start import OverlapStart, start_of
+from hvd_pipe.torch.overlap_start import OverlapStart
 from hvd_pipe.torch.parameters import NewGradients, is_zero, owned_by
 from hvd_pipe.torch.partial_updates import Options, update_quietly
 from hvd_pipe.torch.strategies.base import Engine
@@ -355,12 +355,13 @@ class DistributedMixin(torch.optim.Optimizer):
         engine = self._hvd_pipe
         engine.finish_before_others()
         messages = engine.loaded_before or engine.next_messages
-        had_begun, plan = engine.rounds > 0, engine.plan
+        had_begun, plan, chooser = engine.rounds > 0, engine.plan, self._hvd_pipe_chooser
+        tries = chooser is not None and chooser.tries
         engine.discard()
         super().load_state_dict(state_dict)
         engine = self._resumed(engine, in_flight)
         # A state may change what ranks must do alike: messages, plans, trials of plans.
-        differs = engine.has_state_in_flight or self._hvd_pipe_chooser or engine.plan is not plan
+        differs = engine.has_state_in_flight or tries or engine.plan is not plan
         if differs and (had_begun or engine.rounds > 0):
             engine.loaded_before = messages
         self._note_old()
@@ -387,9 +388,7 @@ class DistributedMixin(torch.optim.Optimizer):
         workers.note(self)
         say_left_out(checked)
         self._hvd_pipe = engine = make_engine(checked, weakref.ref(self))
-        is_auto = isinstance(checked.strategy, Auto)
-        chooser = AutoChoice(checked, self, engine) if is_auto else start_of(checked)
-        self._hvd_pipe_chooser = chooser
+        self._hvd_pipe_chooser = chooser_of(checked, self, engine)
         return engine
 
     def _resumed(self, engine: Engine, in_flight: SavedState | None) -> Engine:
@@ -644,8 +643,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             in ``"cocod:period=8"``, or a strategy object; None takes ``HVD_PIPE_STRATEGY``.
             ``"auto:allow=merged-gradient/pipe-sgd"`` measures the first steps and goes on with the
             fastest of those named; ``state_dict()`` holds the choice.
-        carrier: ``"horovod"``, or ``"torch"``: groups of `torch.distributed` (docs/carriers.md)
-            take messages to other workers. None takes ``HVD_PIPE_CARRIER``.
+        carrier: ``"horovod"``, or ``"torch"``: a group of `torch.distributed` (docs/carriers.md).
+            None takes ``HVD_PIPE_CARRIER``, or ``"torch"`` where Horovod runs over Gloo.
 
     Returns:
         The optimizer to use from here on.

@@ -148,6 +148,12 @@ def _pending_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
     pending_class = type(f"Pending{kind.__name__}", (_Pending, kind), {"_plain": kind})
     if issubclass(kind, torch.nn.Parameter):  # optimizers check this before they use foreach
         _foreach_supported_types.append(pending_class)  # type: ignore[arg-type]
+    from torch._dynamo import config  # noqa: PLC0415 - slow; optimizers import it in step()
+
+    # A compiled function would change if its arguments were settled while it is traced.
+    not_traced: set[type] = getattr(config, "nontraceable_tensor_subclasses", set())
+    not_traced.add(pending_class)
+    globals()[pending_class.__name__] = pending_class  # where pickle looks for it
     # torch.func wraps the leaves of its arguments in C++, and takes the arguments apart before.
     register_pytree_node(pending_class, _taken_apart, lambda parts, _: next(iter(parts)))
     return pending_class

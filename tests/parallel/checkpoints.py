@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 import hvd_pipe.torch as hvd
 
 SAVED, STEPS = 7, 13
-PLANNED = 28  # steps after which merged-gradient has tried its plans
+PLANNED = 66  # steps after which merged-gradient has tried its plans
 
 Array = npt.NDArray[Any]
 

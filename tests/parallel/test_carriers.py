@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from torch import nn
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.torch.compression import Int8
+from hvd_pipe.torch.messages import group as group_module
 from hvd_pipe.torch.messages.connections import _listens
 from hvd_pipe.torch.messages.group import Group, open_groups
 
@@ -157,14 +159,51 @@ def test_horovod_carries_what_the_variable_cannot_have(monkeypatch: pytest.Monke
     monkeypatch.setenv("HVD_PIPE_CARRIER", "torch")
     model, carried = make_model(), []
     for op in (hvd.Average, hvd.Adasum):
-        plain = OPTIMIZERS["momentum"](model)
-        optimizer: Any = hvd.DistributedOptimizer(plain, model.named_parameters(), op=op)
+        optimizer: Any = hvd.DistributedOptimizer(
+            OPTIMIZERS["momentum"](model),
+            model.named_parameters(),
+            op=op,
+            strategy="merged-gradient:overlap=backward",
+        )
         carried.append(optimizer._hvd_pipe.reduction.group is not None)
         train(model, optimizer, hvd.rank(), steps=2)
     assert carried == [True, False]
     monkeypatch.setenv("HVD_PIPE_CARRIER", "glue")
     with pytest.raises((ValueError, RanksDisagreeError), match="HVD_PIPE_CARRIER must be"):
         distributed(model, "")
+
+
+def carried_by_default(model: nn.Module | None = None) -> str:
+    optimizer: Any = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](model or make_model()))
+    return "horovod" if optimizer._hvd_pipe.reduction.group is None else "torch"
+
+
+@TWO
+def test_a_group_carries_where_horovod_runs_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HVD_PIPE_CARRIER", raising=False)
+    assert carried_by_default() == "torch"
+    assert carried_by_default(nn.Linear(3, 1, bias=False)) == "horovod"
+
+
+@TWO
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_horovod_takes_over_where_ranks_cannot_connect(
+    who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless somebody has asked for the group."""
+    monkeypatch.delenv("HVD_PIPE_CARRIER", raising=False)
+    if hvd.rank() or who == "all":
+        monkeypatch.setattr(group_module, "_device", mock.Mock(side_effect=OSError("no network")))
+    assert carried_by_default() == "horovod"
+    monkeypatch.setenv("HVD_PIPE_CARRIER", "torch")
+    with pytest.raises(HvdPipeError, match="no network"):
+        carried_by_default()
+
+
+@on_ranks(2, init=hvd.init)
+def test_horovod_carries_where_it_runs_over_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HVD_PIPE_CARRIER", raising=False)
+    assert carried_by_default() == "horovod"
 
 
 # Connections.

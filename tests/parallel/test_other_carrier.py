@@ -1,4 +1,7 @@
-"""The tests of torch's strategies again, with the carrier that is not the default."""
+"""The tests of torch's strategies again, with the carrier that is not the default.
+
+That is torch's for all jobs over MPI, and Horovod's for the files that have jobs over Gloo.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +47,21 @@ FILES = [
     "uses",
     "waiting",
 ]
+OVER_GLOO = ["clients", "elastic", "faults", "waiting"]
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("file", FILES)
-def test_all_tests_pass_by_this_carrier(file: str) -> None:
+@pytest.mark.parametrize(
+    ("carrier", "file"),
+    [*(("torch", file) for file in FILES), *(("horovod", file) for file in OVER_GLOO)],
+)
+def test_all_tests_pass_by_this_carrier(carrier: str, file: str) -> None:
     path = Path(__file__).with_name(f"test_{file}.py")
     words = ["-q", "-p", "no:cacheprovider", "-m", "not nightly and not cluster and not cuda"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words, str(path)],
-        env={**os.environ, "HVD_PIPE_CARRIER": "torch"},
+        env={**os.environ, "HVD_PIPE_CARRIER": carrier},
         capture_output=True,
         text=True,
         check=False,

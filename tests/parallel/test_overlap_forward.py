@@ -7,10 +7,13 @@ are recorded in every step: they tell whether each layer had its new weights in 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import itertools
+import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -41,6 +44,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.planning import tuner
 from hvd_pipe.torch import overlap_start
 from hvd_pipe.torch.messages.ordered import OrderedMessage
 from hvd_pipe.torch.strategies import merged_gradient
@@ -360,6 +364,235 @@ def test_the_barrier_comes_back_where_its_steps_were_faster(
     assert optimizer.plan == plan
 
 
+# Where nobody has asked for it.
+
+DEFAULT = "merged-gradient"
+
+
+@pytest.fixture
+def by_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group carries the messages, as it does by default over Gloo."""
+    monkeypatch.setenv("HVD_PIPE_CARRIER", "torch")
+
+
+default = pytest.mark.usefixtures("by_group")
+
+
+def test_the_default_defers_nothing_where_horovod_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_PIPE_CARRIER", "horovod")
+    decide(monkeypatch, forward=True)
+    model, optimizer = wrapped()
+    assert not go_on(model, optimizer, range(LONG))
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@default
+def test_the_default_keeps_what_is_faster(forward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its updates are stock Horovod's; a resumed run sends as before from its first step."""
+    decide(monkeypatch, forward)
+    kept: list[Any] = []
+    ours = scripted(DEFAULT, steps=LONG, after=lambda *each: kept.__setitem__(slice(None), each))
+    assert_same(scripted(None, steps=LONG), ours)
+    assert ours.plan is not None
+    assert len(ours.plan.tried_forward) == 4
+    assert (ours.plan.order is not None, ours.deferred[-1] == LONG - 1) == (forward, forward)
+    model, before, _ = kept
+    optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+    optimizer.load_state_dict(before.state_dict())
+    assert bool(go_on(model, optimizer, range(3))) is forward
+    assert optimizer.plan == ours.plan
+    optimizer.synchronize()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "merged-gradient:overlap=backward"},
+        {"strategy": "merged-gradient:bucket_bytes=512"},
+        {"strategy": "merged-gradient:plan=wfbp"},
+        {"groups": 2},
+        {"strategy": "auto"},
+    ],
+    ids=str,
+)
+@default
+def test_the_default_defers_nothing_where_something_else_was_asked_for(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide(monkeypatch, forward=True)
+    model, optimizer = wrapped(**options)
+    assert not go_on(model, optimizer, range(LONG))
+
+
+@default
+def test_the_default_defers_nothing_where_no_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide(monkeypatch, forward=True)
+    plan_of = tuner._with_prediction
+
+    def hidden(*given: Any) -> hvd.Plan:
+        return dataclasses.replace(plan_of(*given), exposed_s=0.0)
+
+    monkeypatch.setattr(tuner, "_with_prediction", hidden)
+    model, optimizer = wrapped()
+    assert not go_on(model, optimizer, range(LONG))
+    assert optimizer.plan.tried
+    assert not optimizer.plan.tried_forward
+
+
+def unknown(model: nn.Module) -> Optimizer:
+    class Own(SGD):
+        updates_each_parameter = False
+
+    return Own(model.parameters(), 0.1)
+
+
+def hooked_on_one(model: nn.Module) -> Optimizer:
+    optimizer = SGD(model.parameters(), 0.1)
+    if hvd.rank():
+        optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize("make_optimizer", [unknown, hooked_on_one])
+@default
+def test_the_default_warns_of_nothing_that_nobody_asked_for(
+    make_optimizer: MakeOptimizer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    decide(monkeypatch, forward=True)
+    model, optimizer = wrapped(make_optimizer=make_optimizer)
+    with caplog.at_level(logging.WARNING, "hvd_pipe"):
+        assert not go_on(model, optimizer, range(LONG))
+    assert not caplog.records
+
+
+def clip_each(model: nn.Module, optimizer: Any, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@default
+def test_the_default_tries_nothing_where_gradients_are_read_before_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decide(monkeypatch, forward=True)
+    ours = scripted(DEFAULT, steps=LONG, before=clip_each)
+    assert not ours.deferred
+    assert ours.plan is not None
+    assert ours.plan.tried
+    assert not ours.plan.tried_forward
+
+
+@default
+def test_a_hook_that_comes_later_is_no_warning_under_the_default(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decide(monkeypatch, forward=True)
+    model, optimizer = wrapped()
+    assert go_on(model, optimizer, range(LONG))
+    optimizer.register_step_post_hook(lambda *_: None)
+    with caplog.at_level(logging.INFO, "hvd_pipe"):
+        assert not go_on(model, optimizer, range(3))
+    said = [record.levelname for record in caplog.records if STAY in record.getMessage()]
+    assert said == ["INFO"]
+
+
+@pytest.mark.parametrize("when", ["watched", "tried", "kept"])
+@default
+def test_parameters_that_join_are_planned_anew(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decide(monkeypatch, forward=True)
+    for strategy in (DEFAULT, PLANNED):
+        model, optimizer = wrapped(strategy=strategy)
+        step = 0
+        while type(optimizer._hvd_pipe).__name__ != "ForwardOverlapEngine":
+            step += go_on(model, optimizer, range(step, step + 1)) + 1
+        step = {"watched": 1, "tried": 6, "kept": LONG}[when]
+        go_on(model, optimizer, range(step))
+        assert bool(optimizer.plan.tried_forward) == (when == "kept")
+        model.insert(0, nn.Linear(6, 6))
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+        before = weights_of(model)
+        go_on(model, optimizer, range(LONG + 5))
+        assert len(optimizer.plan.names) == len(list(model.parameters()))
+        assert len(optimizer.plan.tried_forward) == 4
+        assert optimizer.plan.order is not None
+        after = weights_of(model)
+        assert not np.array_equal(before, after)
+        assert np.array_equal(*gather(after))
+
+
+@default
+def test_joins_while_uses_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every epoch ends before as many steps as had been made when uses began to be watched."""
+    decide(monkeypatch, forward=True)
+    model, optimizer = wrapped()
+    for epoch in range(24):
+        go_on(model, optimizer, range(8 - 4 * (epoch > 12) + hvd.rank() * (epoch % 2)))
+        hvd.join()
+    go_on(model, optimizer, range(LONG))
+    assert optimizer.plan.tried_forward
+
+
+@default
+def test_a_plan_with_an_order_that_is_given_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    decide(monkeypatch, forward=True)
+    plan = scripted(DEFAULT, steps=LONG).plan
+    assert plan is not None
+    plan.save(tmp_path / "plan.json")
+    for given in (hvd.MergedGradient(plan=plan), f"merged-gradient:plan={tmp_path}/plan.json"):
+        model, optimizer = wrapped(strategy=given)
+        assert go_on(model, optimizer, range(5))
+        assert (optimizer.plan.buckets, optimizer.plan.order) == (plan.buckets, plan.order)
+
+
+@default
+def test_a_state_with_an_order_means_nothing_to_the_barrier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decide(monkeypatch, forward=True)
+    kept: list[Any] = []
+    scripted(DEFAULT, steps=LONG, after=lambda *each: kept.__setitem__(slice(None), each))
+    model, optimizer = wrapped(strategy="merged-gradient:overlap=backward")
+    optimizer.load_state_dict(kept[1].state_dict())
+    assert not go_on(model, optimizer, range(LONG))
+    assert optimizer.plan.order is None
+    assert optimizer.plan.tried
+
+
+class Scripted(nn.Module):
+    """Gives a weight to code in C++, which sees no new value before it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(_matmul(self.first.weight, x.T).T)  # type: ignore[no-any-return]
+
+
+@torch.jit.script
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
+@pytest.mark.parametrize("strategy", [DEFAULT, PLANNED])
+@pytest.mark.usefixtures("slow_network")
+@default
+def test_weights_that_code_in_cpp_alone_reads_are_updated_in_the_step(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the default, all are; so a run that goes on from its state never meets NaN."""
+    decide(monkeypatch, forward=True)
+    script: dict[str, Any] = {"make": Scripted, "steps": LONG}
+    ours = scripted(strategy, **script)
+    assert_same(scripted(None, **script), ours)
+    assert ours.plan is not None
+    is_forward = strategy == PLANNED
+    assert (LONG - 1 in ours.deferred, ours.plan.order is not None) == (is_forward, is_forward)
+
+
 def test_ranks_with_unlike_times_keep_the_plan_of_the_slowest_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -405,7 +638,7 @@ def test_a_state_of_any_phase_can_be_loaded_in_any_other(monkeypatch: pytest.Mon
         return states
 
     decide(monkeypatch, forward=False)
-    model, optimizer = wrapped(strategy="merged-gradient")
+    model, optimizer = wrapped(strategy="merged-gradient:overlap=backward")
     barrier = trained(optimizer, model)["barrier"]
     model, optimizer = wrapped(strategy=PLANNED)
     trained(optimizer, model)

@@ -144,3 +144,31 @@ def test_releasing_what_is_not_pending_does_nothing() -> None:
     parameter = nn.Parameter(torch.ones(2))
     release(parameter)
     assert type(parameter) is nn.Parameter
+
+
+def test_compiled_functions_settle_what_they_are_given_and_what_they_close_over() -> None:
+    torch.compiler.reset()
+    held = [Held("parameter"), Held("parameter")]
+    given, closed_over = (each.tensor for each in held)
+
+    @torch.compile(backend="eager")
+    def mean(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor * 2.0).mean() + (closed_over * 3.0).mean()
+
+    for _ in range(3):
+        assert mean(given).item() == 35.0
+        for each in held:
+            assert len(each.asked) == 1
+            with torch.no_grad():
+                each.tensor.zero_()
+            each.asked.clear()
+            hold(each.tensor, each._settle)
+
+
+def test_a_compiled_step_of_an_optimizer_settles() -> None:
+    torch.compiler.reset()
+    held = Held("parameter")
+    held.tensor.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([held.tensor], lr=1.0)
+    torch.compile(optimizer.step, backend="eager")()
+    assert held.tensor.tolist() == [6.0] * 3

@@ -107,13 +107,15 @@ class Group:
             self._connections.take_connected(addresses, lost_s)
             self._agree(failure, f"{name}.{kind}.connected", process_set)
         self._check(process_set, name)
-        self._connections.refuse_strangers()
         open_groups.add(self)
 
     def _agree(self, failure: Exception | None, name: str, process_set: ProcessSet) -> None:
         try:
             check_alike([] if failure is None else failed(failure), name, process_set)
+            if failure is not None:  # the same on all ranks
+                raise HvdPipeError(f"{failure}.")
         except HvdPipeError as error:
+            self._groups = []
             self._connections.abort()
             raise HvdPipeError(
                 f"ranks cannot connect to each other for carrier='torch': {error} Name the "
@@ -132,7 +134,8 @@ class Group:
             if self.encodes:
                 posted += [self.launch_slices(rows, name), self.launch_reply(rows[0], name)]
             received = [one.wait().flatten().tolist() for one in posted]
-        except HorovodInternalError as error:
+            self._connections.refuse_strangers()
+        except (HorovodInternalError, OSError) as error:
             failure = error
         expected = gather(own, name, process_set)
         if failure is None and any(one != expected for one in received):

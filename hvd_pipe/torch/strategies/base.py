@@ -78,6 +78,8 @@ class Engine(abc.ABC):
         """Whether a gradient was computed since the last step()."""
         self.synchronized = False
         """Whether the gradients of the coming step() are prepared."""
+        self.waited_early = False
+        """Whether those of the last one were, before it was called."""
         self.was_read = False
         """Whether they are prepared because the script has read or changed them."""
         self.syncs = True
@@ -456,6 +458,7 @@ class Engine(abc.ABC):
     # Architecture: G5
     def before_update(self) -> bool:
         """Return whether the user's optimizer shall update now."""
+        self.waited_early = self.synchronized
         self.prepare_now()
         self._passes.end()
         self.synchronized, self.was_read, self.stepped = False, False, True

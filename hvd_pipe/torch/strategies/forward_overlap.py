@@ -53,6 +53,10 @@ class ForwardOverlapEngine(MergedGradientEngine):
     """Sends in the order of a plan; leaves updates to the first use of each parameter."""
 
     ready_times: FirstUses | None
+    _sends_in_order = True
+
+    said_at = logging.WARNING
+    """At which level it says that updates are not deferred."""
 
     def __init__(
         self, settings: Settings, plan: Plan, measured: bool, memory: dict[int, Memory]
@@ -79,11 +83,21 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self._replace_buckets(plan)
         self._measured = measured
 
+    def begin_watch(self) -> None:
+        """`watch`, for the first time."""
+        self.ready_times = FirstUses(self.settings.parameters)
+        self.watch()
+
     def watch(self) -> None:
         """Time the first use of each parameter in the next pass; updates wait in ``step()``."""
         assert self.ready_times is not None
         self.ready_times.begin()
         self._parameters.watch()
+
+    @property
+    def sees_all_uses(self) -> bool:
+        """Whether no parameter was used by code in C++ alone while uses were watched."""
+        return self._parameters.sees_all_uses
 
     def end_watch(self) -> None:
         """Time no uses any more."""
@@ -92,7 +106,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def build(self) -> None:
         super().build()
-        self._is_closed = False
+        self._is_closed, self.ready_times = False, None
         self._parameters.close()
         self._parameters = PendingParameters(
             self.settings.parameters, self._memory, self._use, self.finish_before_others
@@ -133,7 +147,8 @@ class ForwardOverlapEngine(MergedGradientEngine):
             if not self._warned_of_hooks:
                 self._warned_of_hooks = True
                 when = "while a hook is registered on the optimizer, or for all optimizers"
-                _log.warning("overlap='forward': updates stay in step() %s (said once)", when)
+                text = "overlap='forward': updates stay in step() %s (said once)"
+                _log.log(self.said_at, text, when)
             return False
         return True
 
@@ -202,6 +217,8 @@ class ForwardOverlapEngine(MergedGradientEngine):
     def on_gradient(self, index: int, gradient: torch.Tensor) -> None:
         if self._deferred:
             self.end_round()
+        if self.ready_times is not None:
+            self._parameters.note_gradient(index)
         super().on_gradient(index, gradient)
 
     def prepare_now(self) -> None:

@@ -7,7 +7,7 @@ A run with ``plan="auto"``::
                     all ranks take the next plan of `hvd_pipe.planning.tuner`, and record again;
                     the last one stays
     after           that plan, until gradients keep coming in another order: then the same again,
-                    with the plan's buckets
+                    with the plan's buckets; or `hvd_pipe.torch.overlap_start` takes over
 
 Any other ``plan``, or groups, are never measured. With ``bucket_bytes``, and under ``auto``, there
 is one trial. All ranks count the same steps, so they measure at the same time. A rank whose
@@ -64,6 +64,8 @@ class MergedGradientEngine(Engine):
 
     name = MergedGradient.name
     current: BucketSet
+    _sends_in_order = False
+    """Whether its plans may have an order."""
 
     def __init__(
         self,
@@ -211,7 +213,8 @@ class MergedGradientEngine(Engine):
         """Take a plan that was measured: the same buckets add up in the same order."""
         text = None if self._method is None else state.counters.get("plan")
         plan = None if text is None else Plan.from_json(text)
-        if plan is not None and set(plan.names) == set(self.settings.names):
+        fits = plan is not None and (plan.order is None or self._sends_in_order)
+        if plan is not None and fits and set(plan.names) == set(self.settings.names):
             self._end_trials()
             self._adopt(plan)
             self._usual_count = 0  # as many as the first step has

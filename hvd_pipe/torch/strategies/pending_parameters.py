@@ -52,6 +52,8 @@ class PendingParameters:
         self._memory = memory
         self.owner: object = None
         """What has to live as long as a parameter is pending."""
+        self.sees_all_uses = True
+        """Whether Python has seen a use of each parameter that had a gradient, while watched."""
         self._gated: set[int] = set()
         self._aside: dict[int, torch.Tensor] = {}
         self._watched: set[int] = set()
@@ -66,6 +68,12 @@ class PendingParameters:
         self._watched = set(self._gated)
         for index in self._watched:
             pending_tensors.hold(self._parameters[index], self._settle)
+
+    def note_gradient(self, index: int) -> None:
+        """Hold a parameter no more if it has a gradient, and was used by code in C++ alone."""
+        if index in self._watched:
+            self._gated.discard(index)
+            self.sees_all_uses = False
 
     def hold(self, owner: object) -> set[int]:
         """Make parameters pending; return the indices of those that cannot be."""
