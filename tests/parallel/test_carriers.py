@@ -200,6 +200,18 @@ def test_horovod_takes_over_where_ranks_cannot_connect(
         carried_by_default()
 
 
+@TWO
+def test_ranks_of_which_one_alone_asks_for_the_group_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it cannot connect, the others would go on without it."""
+    monkeypatch.delenv("HVD_PIPE_CARRIER", raising=False)
+    if hvd.rank():
+        monkeypatch.setenv("HVD_PIPE_CARRIER", "torch")
+    with pytest.raises(RanksDisagreeError, match="torch, by default"):
+        carried_by_default()
+
+
 @on_ranks(2, init=hvd.init)
 def test_horovod_carries_where_it_runs_over_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HVD_PIPE_CARRIER", raising=False)

@@ -533,6 +533,40 @@ def test_joins_while_uses_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert optimizer.plan.tried_forward
 
 
+@pytest.mark.parametrize(
+    ("is_asked", "step_s", "error_s", "stays"),
+    [
+        (True, 0.99, 0.0, True),
+        (False, 0.99, 0.0, False),
+        (False, 0.97, 0.0, True),
+        (False, 0.97, 0.02, False),
+    ],
+)
+def test_unasked_steps_without_the_barrier_must_be_faster_by_a_margin(
+    is_asked: bool, step_s: float, error_s: float, stays: bool
+) -> None:
+    start = overlap_start.OverlapStart({}, is_given=False, is_asked=is_asked)
+    start._barrier, start._raced = hvd.Plan((("w",),), "exact", tried=((1, 1.0),)), True
+    plan = hvd.Plan((("w",),), "overlap", order=(0,))
+    kept = start._fastest([tuner.Trial(plan, step_s, 0.0, error_s)])
+    assert (kept.order is not None) == stays
+
+
+@default
+def test_unlike_epochs_that_are_shorter_than_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have seen unlike many steps of a plan at a join, and begin anew after it."""
+    decide(monkeypatch, forward=True)
+    model, optimizer = wrapped()
+    while not optimizer._hvd_pipe_chooser.tries:
+        go_on(model, optimizer, range(1))
+    for _ in range(6):
+        hvd.join()
+        go_on(model, optimizer, range(2 + hvd.rank()))
+    hvd.join()
+    go_on(model, optimizer, range(LONG))
+    assert len(optimizer.plan.tried_forward) == 4
+
+
 @default
 def test_a_plan_with_an_order_that_is_given_keeps_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
