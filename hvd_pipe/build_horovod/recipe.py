@@ -225,6 +225,7 @@ class Features:
             "torch-without-cuda": self.hides_cuda,
             "all-to-all": True,
             "lost-rank": True,
+            "idle-loop": True,
         }
         folder = resources.files("hvd_pipe.build_horovod") / "patches"
         texts = {name: (folder / f"{name}.patch").read_text() for name in needed if needed[name]}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,3 +56,20 @@ def test_waiting_takes_no_processor(launcher: str) -> None:
         assert used < 0.2 * seconds
         if optimizer._hvd_pipe.reduction.group is None:  # else the thread sleeps at once
             assert 100 < slept < 4000 * seconds  # 2 in a millisecond, and more in the first one
+
+
+@on_ranks(2, launcher="gloo", init=hvd.init)
+def test_an_idle_job_takes_no_processor() -> None:
+    """Horovod's loop woke two threads of each rank a thousand times a second."""
+
+    def switches() -> int:
+        status = [(task / "status").read_text() for task in Path("/proc/self/task").iterdir()]
+        counts = [re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", text, re.M) for text in status]
+        return sum(int(count) for [count] in counts)
+
+    hvd.barrier()
+    before, start = switches(), time.perf_counter()
+    time.sleep(1.0)
+    slept, seconds = switches() - before, time.perf_counter() - start
+    hvd.barrier()
+    assert slept < 2000 * seconds
