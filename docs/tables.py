@@ -284,12 +284,14 @@ def best_settings() -> str:
 
 def overhead() -> str:
     found = read("overhead")
-    plain = found["not_distributed_s"]
-    body = [["plain SGD", f"{1e3 * plain:.1f}", "", ""]]
+    parts, body = ("hook", "copy", "launch", "step"), []
     for name, line in found["lines"].items():
-        more, own = line["step_s"] / plain - 1, line["own"]
-        body.append([f"`{name}`", f"{1e3 * line['step_s']:.1f}", f"{more:.1%}", f"{own:.1%}"])
-    return markdown(["", "ms a step", "more than plain SGD", "hvd_pipe's own code"], body)
+        more = line["step_s"] / line["plain_s"] - 1
+        figures = [f"{1e3 * line[part]:.1f}" for part in ("plain_s", "step_s")]
+        figures += [f"{more:.1%}", f"{line['own']:.1%}"]
+        body.append([f"`{name}`", *figures, *(f"{1e3 * line[part]:.2f}" for part in parts)])
+    heads = ["", "plain SGD, ms", "ms a step", "more", "own code", *(f"{p}, ms" for p in parts)]
+    return markdown(heads, body)
 
 
 def message_costs() -> str:

@@ -16,17 +16,24 @@ def inputs(step: int, rank: int) -> torch.Tensor:
 
 
 def loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
-    """Return a loss in which the bias has a gradient in even steps alone."""
-    bias = model.bias if step % 2 == 0 else model.bias.detach()
-    return torch.nn.functional.linear(inputs(step, rank), model.weight, bias).square().sum()
+    """Return a loss in which the last bias has a gradient in even steps alone."""
+    first, last = model.children()
+    bias = last.bias if step % 2 == 0 else last.bias.detach()
+    hidden = first(inputs(step, rank)).tanh()
+    return torch.nn.functional.linear(hidden, last.weight, bias).square().sum()
+
+
+def network() -> torch.nn.Module:
+    """Return two layers."""
+    layers = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+    return torch.nn.Sequential(*layers).double()
 
 
 def main() -> None:
     """Compare every weight with the equation, in one process."""
     hvd.init()
     torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2, dtype=torch.float64)
-    serial = torch.nn.Linear(3, 2, dtype=torch.float64)
+    model, serial = network(), network()
     serial.load_state_dict(model.state_dict())
     sgd = torch.optim.SGD(serial.parameters(), lr=0.01, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(

@@ -365,6 +365,44 @@ def test_a_first_pass_that_raises_on_every_rank_is_warned_of(
     assert torch.equal(weights_of(model), before)
 
 
+@SENDING
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_a_pass_that_raises_before_a_bucket_is_full_is_forgotten(name: str, clear: str) -> None:
+    """Its gradients are in no bucket yet; the next pass counts its own alone."""
+    model = make_model()
+    optimizer = distributed(model, name)
+    train(model, optimizer, range(3))
+    optimizer.zero_grad()
+    with out_of_memory_at(model.get_parameter("2.bias"), (0, 1)):
+        backward(model, 3)
+    (model if clear == "model" else optimizer).zero_grad()
+    backward(model, 3)
+    optimizer.step()
+    train(model, optimizer, range(4, STEPS))
+    optimizer.synchronize()
+    wanted = trained_alone(leave, late=name in PIPE)
+    torch.testing.assert_close(weights_of(model), wanted, rtol=0, atol=1e-15)
+
+
+@SENDING
+def test_a_pass_that_raises_after_it_has_dropped_gradients_is_told(name: str) -> None:
+    """Its round was ended within it."""
+    model = make_model()
+    optimizer = distributed(model, name)
+    train(model, optimizer, range(2))
+    model.zero_grad()
+    backward(model, 2)
+    model.zero_grad()
+    before = weights_of(model).clone()
+    with out_of_memory_at(model.get_parameter("0.weight")):
+        backward(model, 3)
+    with raises_on_all(RanksDisagreeError, r"backward\(\) raised on rank 1"):
+        optimizer.step()
+        optimizer.synchronize()
+    if name in EXACT:
+        assert torch.equal(weights_of(model), before)
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_one_rank_that_reads_too_early_is_told_before_a_weight_moves(name: str) -> None:
     """Under overlap=forward the first weights had moved by then."""
@@ -547,11 +585,12 @@ def test_averages_cannot_be_added_up_where_their_sum_is_another() -> None:
     optimizer.step()
 
 
-def test_a_gradient_that_is_read_within_backward() -> None:
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+def test_a_gradient_that_is_read_within_backward(bucket_bytes: int) -> None:
     """One that is on its way is nobody's; one that has not left is this rank's own."""
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
-        sgd(model), model.named_parameters(), strategy=MergedGradient(bucket_bytes=1)
+        sgd(model), model.named_parameters(), strategy=MergedGradient(bucket_bytes=bucket_bytes)
     )
     # What the step before had tells nothing of this one.
     model[4](torch.ones(1, 9, dtype=torch.float64)).sum().backward()

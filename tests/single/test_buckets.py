@@ -56,7 +56,8 @@ def gradients_of(some: list[nn.Parameter], scale: float = 1.0) -> None:
 def register(buckets: BucketSet, index: int) -> None:
     gradient = buckets.parameters[index].grad
     assert gradient is not None
-    buckets.ready(index, gradient)
+    buckets.note(index)
+    buckets.ready([(index, gradient)])
 
 
 def test_gradients_move_into_the_buckets_whatever_they_were() -> None:

@@ -68,13 +68,18 @@ def gradients_ready(compiled: str) -> list[int]:
         strategy="merged-gradient:plan=wfbp",
     )
     engine: Any = optimizer._hvd_pipe  # type: ignore[attr-defined]
-    on_gradient = engine.on_gradient
+    on_gradient, collect = engine.on_gradient, engine.collect
 
     def counted(index: int, gradient: torch.Tensor) -> None:
         on_gradient(index, gradient)
         ready[0] = len(engine.current.completed)
 
-    engine.on_gradient = counted
+    def collected(index: int, gradient: torch.Tensor) -> bool:
+        taken = bool(collect(index, gradient))
+        ready[0] = len(engine.current.completed)
+        return taken
+
+    engine.on_gradient, engine.collect = counted, collected
     found = []
     for _ in range(2):  # in the first step, compilers compile
         progress.clear()

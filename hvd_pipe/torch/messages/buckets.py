@@ -68,7 +68,8 @@ class Bucket:
         self._local = torch.zeros_like(self.flat) if keep_local else None
         self.local = [] if self._local is None else self.views_of(self._local)
         """This rank's own gradients of the round in flight, if they are kept."""
-        self.waiting = len(self.views)
+        self.coming = self.waiting = len(self.views)
+        """How many gradients are not complete, and how many are not in the buffer."""
         self.launched = False
         self._filled_version: int | None = None
         make = partial(message, reduction, name=name, exact=extra, feedback=feedback)
@@ -121,7 +122,7 @@ class Bucket:
         self.message.wait()
         poison(self._local)
         self.launched = False
-        self.waiting = len(self.views)
+        self.coming = self.waiting = len(self.views)
         self._filled_version = None
 
 
@@ -133,11 +134,12 @@ class Slot:
     bucket: Bucket
     view: torch.Tensor
     place: int
+    nbytes: int
     _shown: torch.Tensor
 
     @classmethod
     def of(cls, parameter: torch.Tensor, bucket: Bucket, view: torch.Tensor) -> Slot:
-        return cls(parameter, bucket, view, view.data_ptr(), view.detach())
+        return cls(parameter, bucket, view, view.data_ptr(), view.nbytes, view.detach())
 
     @property
     def shown(self) -> torch.Tensor:
@@ -146,14 +148,18 @@ class Slot:
             self._shown = self.view.detach()
         return self._shown
 
-    def fill(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Put a gradient into the view, unless it is there; return what ``p.grad`` is then."""
+    def fill(self, gradient: torch.Tensor) -> None:
+        """Put a gradient into the view, unless it is there, and show it in ``p.grad``."""
         if gradient.data_ptr() == self.place:
+            return
+        self.view.copy_(gradient.detach())
+        self.show(gradient)
+
+    def show(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Put the view into ``p.grad``, in place of this gradient; return what is there then."""
+        # A graph of backward(create_graph=True) stays, and what a script has put there.
+        if gradient.requires_grad or self.parameter.grad is not gradient:
             return gradient
-        if gradient.requires_grad:  # backward(create_graph=True): keep the graph
-            self.view.copy_(gradient.detach())
-            return gradient
-        self.view.copy_(gradient)
         self.parameter.grad = shown = self.shown
         return shown
 
@@ -213,6 +219,8 @@ class BucketSet:
         self.flags = self._local_flags = ControlFlags()
         """The means of all ranks' control flags, after a `wait`."""
         self._restored = False
+        self.noted_bytes = 0
+        """Of gradients that were noted, and are not ready."""
         self.completed: list[int] = []
         """Indices in the order in which they became ready since the last `wait`."""
         self.changes: Changes | None = None
@@ -261,27 +269,49 @@ class BucketSet:
 
     # A round: gradients become ready, the rest is flushed, all is waited for.
 
-    # Architecture: G2
-    def ready(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Register ``p.grad``; send its bucket once full, but for the last one, with the flags.
+    def note(self, index: int) -> bool:
+        """Count a gradient that is complete; return whether it was the last one of its message."""
+        slot = self.slots.get(index)
+        if slot is None:
+            return True  # a sparse one has its own
+        slot.bucket.coming -= 1
+        self.noted_bytes += slot.nbytes
+        return slot.bucket.coming == 0
 
-        Returns what ``p.grad`` is from here on.
+    # Architecture: G2
+    def ready(self, noted: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
+        """Take gradients that were noted; send full buckets, but for the last one, with the flags.
+
+        Returns what is in each ``p.grad`` from here on.
         """
         if check_mode.active.on and not self.completed:
             self._poison_free()
-        self.completed.append(index)
-        slot = self.slots.get(index)
-        if slot is None or gradient.is_sparse:
-            self._take_sparse(index, gradient, slot)
-        else:
-            gradient = slot.fill(gradient)
-        if slot is not None:
-            bucket = slot.bucket
+        slots, completed = self.slots, self.completed
+        shown = [gradient for _, gradient in noted]
+        moved, views, copied, buckets = [], [], [], []
+        self.noted_bytes = 0
+        for place, (index, gradient) in enumerate(noted):
+            completed.append(index)
+            slot = slots.get(index)
+            if slot is None or gradient.is_sparse:
+                self._take_sparse(index, gradient, slot)
+            elif gradient.data_ptr() != slot.place:
+                moved.append((place, slot))
+                views.append(slot.view)
+                copied.append(gradient)
+            if slot is not None:
+                buckets.append(slot.bucket)
+        if views:
+            with torch.no_grad():
+                torch._foreach_copy_(views, copied)
+        for place, slot in moved:
+            shown[place] = slot.show(shown[place])
+        for bucket in buckets:  # another thread may have filled another part of one
             bucket.waiting -= 1
             if bucket.waiting == 0:
                 bucket.note_full()
                 self._send_full(bucket)
-        return gradient
+        return shown
 
     def _take_sparse(self, index: int, gradient: torch.Tensor, slot: Slot | None) -> None:
         """Register a gradient that is sparse, or is known to be."""
@@ -340,7 +370,8 @@ class BucketSet:
         with torch._C.DisableTorchFunctionSubclass():  # what is not complete may be pending
             if check_mode.active.on and not complete:
                 self._poison_free()
-            for index in sorted(self.slots.keys() - complete):
+            is_whole = len(complete) == len(self.parameters)
+            for index in () if is_whole else sorted(self.slots.keys() - complete):
                 slot = self.slots[index]
                 if slot.parameter.grad is None and not slot.parameter.requires_grad:
                     self.frozen.add(index)

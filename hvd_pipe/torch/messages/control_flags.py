@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class ControlFlags:
 
     def to_list(self) -> list[float]:
         """Return the numbers in the order in which they travel."""
-        return [float(flag) for flag in astuple(self)]
+        return [float(flag) for flag in vars(self).values()]
 
     def all_present(self, workers: int) -> bool:
         """Whether no rank has left; else only all-reduces are possible."""

@@ -3,6 +3,7 @@
 One engine belongs to one `DistributedOptimizer`. The optimizer calls it at four moments::
 
     backward   -> on_gradient                 a gradient of this pass is complete; it is pending
+                  collect                     the same, until there are several
     a read     -> settle                      of a pending gradient: as synchronize() does
     step()     -> before_update() -> bool     p.grad is what to apply; False: no update
                   after_update()              after the user's optimizer has moved the weights
@@ -14,7 +15,7 @@ from __future__ import annotations
 import abc
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,10 +32,10 @@ from hvd_pipe.torch.agree import check_alike, compare_replicas
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction, meet, of_all_ranks
-from hvd_pipe.torch.messages.control_flags import RAISED, Changes
 from hvd_pipe.torch.messages.group import Group, open_groups
 from hvd_pipe.torch.parameters import check_parameter
-from hvd_pipe.torch.pending_tensors import Settle, hold, release
+from hvd_pipe.torch.pending_tensors import Settle, release
+from hvd_pipe.torch.strategies.backward_passes import BackwardPasses
 from hvd_pipe.torch.strategies.settings import GradientHooks, Settings, State, describe
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class Engine(abc.ABC):
     """Whether this rank has deferred an update, which `finish` makes."""
     ready_times: ReadyTimes | None = None
     """Where the moments at which gradients become ready are recorded, if they are."""
+    takes_together = False
+    """Whether `on_gradient` need not hear of all gradients: only of the first one of a pass."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -91,7 +94,12 @@ class Engine(abc.ABC):
         self._uncompared_steps = 0
         if check_mode.active.on:
             check_mode.active.begin(int(rank()))
-        self._passes = _BackwardPasses()
+        self._hooks_are_alone = False
+        """Whether no other hook could read gradients of this pass."""
+        self._collecting: int | None = None
+        """The backward pass (its graph task) whose gradients `collect` keeps."""
+        self._collected: list[tuple[int, torch.Tensor]] = []
+        self._passes = BackwardPasses()
         self._settle: Settle = partial(_settle_by, weakref.WeakMethod(self._settling))
         self._retired = False
         weakref.finalize(self, settings.hooks.end)
@@ -124,6 +132,7 @@ class Engine(abc.ABC):
 
     def retire(self) -> None:
         """Take no further part."""
+        self._collecting, self._collected = None, []
         self._passes.end()
         self.settings.hooks.end(self)
         self._retired = True
@@ -200,6 +209,7 @@ class Engine(abc.ABC):
 
     def discard(self) -> None:
         """Drop what is in flight: a loaded state replaces it."""
+        self._collecting, self._collected = None, []
         self.abandon()
         self._passes.end()
         if self.current is not None:
@@ -286,8 +296,11 @@ class Engine(abc.ABC):
             check_mode.active.delay()
         if timeline.active.is_on:
             timeline.active.gradient()
+        self._end_collecting()
         if self._passes.begins(self._end_pass):
+            self._hooks_are_alone = self.takes_together and self.settings.hooks.are_alone()
             self._begin_pass(index)
+            self._passes.resume()
         if not self.has_new_gradients:
             self._begin_step()
             shown = self.settings.parameters[index].grad
@@ -309,17 +322,68 @@ class Engine(abc.ABC):
             return
         passes = self.settings.passes
         if done > passes:
-            raise HvdPipeError(
-                f"the gradient of {self.settings.names[index]!r} was computed {done} times before "
-                f"step(), but backward_passes_per_step is {passes}: to accumulate gradients "
-                "over several backward passes, pass their number as backward_passes_per_step=, or "
-                "write `with optimizer.no_sync():` around all but the last one."
-            )
+            self._refuse_pass(index, done)
         if done == passes:
-            gradient = self.current.ready(index, gradient)
+            self.current.note(index)
+            [gradient] = self.current.ready([(index, gradient)])
         self._passes.hold(index, gradient, self._settle)
         if self.ready_times is not None:
             self.ready_times.mark(index)
+        self._collecting = self._collectable()
+
+    def _refuse_pass(self, index: int, done: int) -> None:
+        raise HvdPipeError(
+            f"the gradient of {self.settings.names[index]!r} was computed {done} times before "
+            f"step(), but backward_passes_per_step is {self.settings.passes}: to accumulate "
+            "gradients over several backward passes, pass their number as "
+            "backward_passes_per_step=, or write `with optimizer.no_sync():` around all but the "
+            "last one."
+        )
+
+    def _collectable(self) -> int | None:
+        """Return the running pass, if its other gradients may be taken together."""
+        task = torch._C._current_graph_task_id()
+        one_by_one = (
+            not self._hooks_are_alone
+            or self.settings.passes > 1
+            or not self.syncs
+            or self.ready_times is not None
+            or check_mode.active.on
+            or timeline.active.is_on
+        )
+        return None if one_by_one or task == -1 else task
+
+    def collect(self, index: int, gradient: torch.Tensor) -> bool:
+        """Keep ``p.grad`` until there are more to take; return False for `on_gradient` to do it.
+
+        Between layers that compute, the code for a gradient is in no cache: several at a time
+        cost some microseconds less than one by one.
+        """
+        if self._collecting != torch._C._current_graph_task_id():
+            return False
+        current = self.current
+        assert current is not None
+        self._collected.append((index, gradient))
+        if current.note(index) or current.noted_bytes > _MOST_COLLECTED_BYTES:
+            self._take_collected()
+        return True
+
+    def _end_collecting(self) -> None:
+        """Take what was collected; other gradients are taken one by one."""
+        self._collecting = None
+        if self._collected:
+            self._take_collected()
+
+    def _take_collected(self) -> None:
+        assert self.current is not None
+        collected, self._collected = self._collected, []
+        indices = [index for index, _ in collected]
+        for index in indices:
+            done = self._passes.count(index, True)
+            if done > 1:
+                self._refuse_pass(index, done)
+        for index, gradient in zip(indices, self.current.ready(collected), strict=True):
+            self._passes.hold(index, gradient, self._settle)
 
     def _begin_pass(self, index: int) -> None:
         """Drop gradients that an earlier pass has sent, if the script has cleared them."""
@@ -352,10 +416,11 @@ class Engine(abc.ABC):
                 "optimizer.zero_grad() (model.zero_grad(set_to_none=False) is not seen)."
             )
 
-    def _end_pass(self) -> None:
+    def _end_pass(self, is_last: bool) -> None:
         """Show the zeros that ``step()`` sends: ranks that clip list the same gradients then."""
+        self._end_collecting()
         current = self.current
-        if current is None or current.is_flushed or not self.has_new_gradients:
+        if not is_last or current is None or current.is_flushed or not self.has_new_gradients:
             return
         if isinstance(self.settings.owner(), torch.optim.SparseAdam):
             return  # it takes no dense ones
@@ -474,6 +539,7 @@ class Engine(abc.ABC):
         """Prepare the coming update where gradients wait for one, else `drain`."""
         if self.synchronized:
             return
+        self._end_collecting()
         if self._is_dropped:
             self.give_up()
         cleared = all(parameter.grad is None for parameter in self.settings.parameters)
@@ -500,6 +566,7 @@ class Engine(abc.ABC):
         """Prepare the coming update, if that has not been done."""
         if self.synchronized:
             return
+        self._end_collecting()
         timeline.active.end_backward()
         if not self.has_new_gradients:
             self._begin_step()
@@ -514,6 +581,7 @@ class Engine(abc.ABC):
                 self._take_over_from(other)
             if other is self or other.synchronized or other.current is None:
                 continue
+            other._end_collecting()
             if other.current.is_whole:
                 other._record_changes(other.current)
                 other.send()
@@ -543,10 +611,13 @@ class Engine(abc.ABC):
 
     def note_cleared(self) -> None:
         """Register that all gradients are cleared; those that have left are dropped later."""
+        self._end_collecting()
         if self.synchronized or self.current is None or not self.current.completed:
             self._passes.end()
             self.abandon()
 
+
+_MOST_COLLECTED_BYTES = 2**20  # until they are copied, they take memory beside the bucket's
 
 _log = logging.getLogger("hvd_pipe")
 
@@ -574,82 +645,13 @@ def _hook(hooks: GradientHooks) -> Callable[[torch.Tensor], None]:
         gradient = parameter.grad
         if engine is None or index is None or gradient is None:
             return  # an earlier hook has applied and cleared it
+        if engine.collect(index, gradient):
+            return
         # The optimizer may be gone while the user's, which shares its hooks, is still used.
         if engine.settings.owner() is not None:
             engine.on_gradient(index, gradient)
 
     return on_gradient
-
-
-class _BackwardPasses:
-    """Counts one round's gradients, by index, and holds them.
-
-    A pass (autograd's graph task) that is over without its callback has raised.
-    """
-
-    def __init__(self) -> None:
-        self._done: list[int] = []
-        self.held: dict[int, torch.Tensor] = {}
-        self._running: set[int] = set()
-
-    def add(self, count: int) -> None:
-        """Count more gradients: parameters have joined."""
-        self._done += [0] * count
-
-    @property
-    def is_running(self) -> bool:
-        """Whether this is asked within a backward pass of this thread that is not yet complete."""
-        return torch._C._current_graph_task_id() in self._running
-
-    def begins(self, at_end: Callable[[], object]) -> bool:
-        """Return whether the gradient that was just computed is the first one of its pass."""
-        task = torch._C._current_graph_task_id()
-        if task in self._running or task == -1:
-            return False
-        self._running.add(task)
-        end = partial(self._end_pass, task, at_end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-        return True
-
-    def _end_pass(self, task: int, at_end: Callable[[], object]) -> None:
-        self._running.discard(task)
-        if not self._running:
-            at_end()
-
-    def count(self, index: int, counts: bool) -> int:
-        """Count a gradient, if its pass counts; return how often it was computed in this round."""
-        before = self.held.pop(index, None)
-        if before is not None:
-            release(before)
-        self._done[index] = done = self._done[index] + counts
-        return done if counts else 0
-
-    def hold(self, index: int, gradient: torch.Tensor, settle: Settle) -> None:
-        """Make a gradient pending, until it is computed once more."""
-        self.held[index] = gradient
-        hold(gradient, settle)
-
-    def changes(
-        self, parameters: Sequence[torch.Tensor], complete: Collection[int]
-    ) -> Changes | None:
-        """Return what became of the gradients that are complete; None where nothing did."""
-        raised = bool(self._running) and not self.is_running
-        left = {
-            index: parameters[index].grad
-            for index, gradient in self.held.items()
-            if parameters[index].grad is not gradient and index in complete
-        }
-        return Changes(RAISED if raised else "", left) if raised or left else None
-
-    def end(self, stay_pending: bool = False) -> dict[int, torch.Tensor]:
-        """Begin the next round; return what was held, by index."""
-        held, self.held = self.held, {}
-        if not stay_pending:
-            for gradient in held.values():
-                release(gradient)
-        self._done = [0] * len(self._done)
-        self._running.clear()
-        return held
 
 
 def _settle_by(

@@ -63,6 +63,7 @@ class MergedGradientEngine(Engine):
     """Synchronous SGD: all buckets of a step are averaged before its update."""
 
     name = MergedGradient.name
+    takes_together = True
     current: BucketSet
     _sends_in_order = False
     """Whether its plans may have an order."""

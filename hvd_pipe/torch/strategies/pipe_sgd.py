@@ -61,6 +61,7 @@ class PipeSGDEngine(Engine):
     name = PipeSGD.name
     has_state_in_flight = True
     needs_loss_scale = True
+    takes_together = True
     current: BucketSet
 
     def __init__(self, settings: Settings, strategy: PipeSGD) -> None:

@@ -42,6 +42,10 @@ class GradientHooks:
                 self._handles[id(parameter)] = register(hook)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(trains)
 
+    def are_alone(self) -> bool:
+        """Return whether the parameters have no other hooks, which could read gradients."""
+        return all(len(handle.hooks_dict_ref() or ()) == 1 for handle in self._handles.values())
+
     def end(self, engine: object = None) -> None:
         """Remove the hooks, unless they call another engine; None for an engine that is gone."""
         if self.engine() in (engine, None):
