@@ -385,6 +385,19 @@ def test_a_pass_that_raises_before_a_bucket_is_full_is_forgotten(name: str, clea
 
 
 @SENDING
+def test_a_rank_alone_takes_gradients_one_by_one(name: str) -> None:
+    """Another hook could read them there; the other rank takes several at a time."""
+    model = make_model()
+    optimizer = distributed(model, name)
+    if hvd.rank() == 1:
+        model.get_parameter("2.weight").register_post_accumulate_grad_hook(lambda _: None)
+    train(model, optimizer, range(STEPS))
+    optimizer.synchronize()
+    wanted = trained_alone(leave, late=name in PIPE)
+    torch.testing.assert_close(weights_of(model), wanted, rtol=0, atol=1e-15)
+
+
+@SENDING
 def test_a_pass_that_raises_after_it_has_dropped_gradients_is_told(name: str) -> None:
     """Its round was ended within it."""
     model = make_model()

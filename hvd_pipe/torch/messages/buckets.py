@@ -370,8 +370,7 @@ class BucketSet:
         with torch._C.DisableTorchFunctionSubclass():  # what is not complete may be pending
             if check_mode.active.on and not complete:
                 self._poison_free()
-            is_whole = len(complete) == len(self.parameters)
-            for index in () if is_whole else sorted(self.slots.keys() - complete):
+            for index in sorted(self.slots.keys() - complete):
                 slot = self.slots[index]
                 if slot.parameter.grad is None and not slot.parameter.requires_grad:
                     self.frozen.add(index)
