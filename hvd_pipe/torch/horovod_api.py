@@ -18,7 +18,7 @@ from horovod.torch.mpi_ops import broadcast_async_, rank
 from horovod.torch.mpi_ops import synchronize as wait_for
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvd_pipe.torch import workers
+from hvd_pipe.torch import torchrun, workers
 from hvd_pipe.torch.messages.allreduce import sendable
 from hvd_pipe.torch.parameters import check_has_shape
 
@@ -29,12 +29,14 @@ def init(*args: Any, **kwargs: Any) -> Any:
     Our buckets are merged already; fusing them again would copy every byte twice more. Set
     ``HOROVOD_FUSION_THRESHOLD`` (bytes) to have it back. Without a GPU, Open MPI lets others have
     the processor while it waits: computing needs it (``OMPI_MCA_mpi_yield_when_idle=0`` has it
-    poll). Arguments as Horovod's ``init``.
+    poll). A job of `torchrun` runs over Gloo. Arguments as Horovod's ``init``.
 
     Raises:
-        HvdPipeError: Horovod was shut down in this process and cannot start again here.
+        HvdPipeError: Horovod was shut down in this process and cannot start again here; or
+            `torchrun` started this process, and its ranks cannot form a job of Horovod's.
     """
     was_running = mpi_ops.is_initialized()
+    torchrun.begin()
     workers.begin()
     result = mpi_ops.init(*args, **kwargs)
     if not was_running:
