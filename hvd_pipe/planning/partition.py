@@ -46,10 +46,10 @@ def partition(
     r"""The stages and replicas with the least seconds per minibatch.
 
     A stage of m replicas, each of which takes A seconds for its layers, as best divided on its
-    part of the network, with parameters w and outputs a, over links of bandwidth B, latency l::
+    part of the network, with parameters w and outputs a, over links of bandwidth B, latency l:
 
-    stage           ``max(A, 2 (m-1)/m w/B + 2 (m-1) l) / m``
-    transfer of a   ``2 (a/B + l)``
+    - a stage takes ``max(A, 2 (m-1)/m w/B + 2 (m-1) l) / m``;
+    - the transfer of a takes ``2 (a/B + l)``.
 
     That charges what a ring all-reduce sends, a round of m minibatches: the paper prints
     ``2(m-1) w/B``, and its text says ``2 (m-1)/m w``. Memory of a worker: parameters times
