@@ -1,4 +1,5 @@
-# make demo   everything that is missing, then stock Horovod beside three strategies on real data
+# make demo   everything that is missing, then two workers on a slow link: Horovod, DDP, all strategies
+# make demo-keras   the same in Keras
 # make test   the same set-up, then the tests to run before a push, two files at a time (WORKERS=1: one)
 # make test-all   all tests, also the long ones; writes tests/summary.md
 # make test-fast   light tests of one process, and a small job for each strategy and framework
@@ -21,14 +22,17 @@ VENV := $(if $(filter 1,$(CUDA)),.venv-cuda,.venv)
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 
-.PHONY: demo test test-all test-fast image docs release matrix setup lint clean
+.PHONY: demo demo-keras test test-all test-fast image docs release matrix setup lint clean
 
-# horovodrun and the site import TensorFlow, which speaks of the processor unless told not to.
-demo docs: export TF_CPP_MIN_LOG_LEVEL = 3
-demo docs: export TF_ENABLE_ONEDNN_OPTS = 0
+# The site imports TensorFlow, which speaks of the processor unless told not to.
+docs: export TF_CPP_MIN_LOG_LEVEL = 3
+docs: export TF_ENABLE_ONEDNN_OPTS = 0
 demo:
 	@$(PYTHON) docker/setup_env.py --venv $(VENV) --torch-only $(if $(filter 1,$(CUDA)),--cuda)
-	$(VENV)/bin/horovodrun -np 2 $(VENV)/bin/python torch_examples/digits.py --compare
+	$(VENV)/bin/python torch_examples/demo.py
+
+demo-keras: setup
+	$(VENV)/bin/python torch_examples/demo.py --keras --plot demo-keras.png
 
 test: setup
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not nightly and not cluster and not cuda" $(PYTEST)

@@ -77,7 +77,7 @@ for node in node1 node2; do
 done
 
 engine exec "$job-node1" horovodrun -np 2 -H node1:1,node2:1 -p 2222 "$controller" \
-  python /opt/hvd_pipe/torch_examples/digits.py --plot "" "$@"
+  python /opt/hvd_pipe/torch_examples/digits.py "$@"
 
 for node in node1 node2; do
   sent=$(engine exec "$job-$node" cat /sys/class/net/eth0/statistics/tx_bytes)

@@ -25,7 +25,7 @@ class DigitsNet(nn.Module):
             nn.MaxPool2d(2),
             _conv_bn(64, 64, 3),
             nn.ReLU(inplace=True),
-            nn.AdaptiveAvgPool2d(4),  # 8x8, 28x28 and 32x32 all end as 4x4
+            nn.AdaptiveAvgPool2d(4),  # of every size of image
         )
         self.classifier = nn.Linear(64 * 4 * 4, num_classes)
 

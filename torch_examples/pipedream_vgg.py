@@ -50,7 +50,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--momentum", type=float, default=0.8)
     parser.add_argument("--warmup-epochs", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--data", metavar="DIR", help="MNIST's files (default: built-in digits)")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="write one here after each epoch"
     )
@@ -130,7 +129,7 @@ def main() -> None:
     # Ranks on one machine share its cores.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
 
-    data = load(args.data)
+    data = load()
     generator = torch.Generator()
     train, test = loaders(data, args.batch_size, generator)
     warmup, steps = round(args.warmup_epochs * len(train)), args.epochs * len(train)

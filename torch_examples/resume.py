@@ -1,10 +1,10 @@
 """Killed, and continued as if nothing had happened: checkpoints that resume bit for bit.
 
-    horovodrun -np 2 python torch_examples/resume.py --die-at 70            # is killed at step 70
-    horovodrun -np 2 python torch_examples/resume.py --die-at 70 --verify   # continues from 60
+    horovodrun -np 2 python torch_examples/resume.py --die-at 70   # is killed at step 70
+    horovodrun -np 2 python torch_examples/resume.py --die-at 70   # continues from step 60
 
-The second command continues from the newest checkpoint, as every run does that finds one. --verify
-trains once more, from the start and undisturbed, and compares the weights of both, bit for bit.
+The second command continues from the newest checkpoint, as every run does that finds one. Its last
+line is the SHA-256 of the weights, which is that of an undisturbed run (--checkpoints elsewhere).
 
 Four things make that work, numbered in the code:
 
@@ -59,9 +59,6 @@ def arguments() -> argparse.Namespace:
         type=int,
         metavar="STEP",
         help="be killed in the middle of this step, unless the run continues a checkpoint",
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="at the end compare with an undisturbed run"
     )
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch-size", type=int, default=32, help="images a worker and step")
@@ -282,19 +279,7 @@ def main() -> None:
     run = {name: getattr(args, name) for name in same} | {"workers": hvd.size()}
     training = Training(data, args)
     train(training, Checkpoints(args.checkpoints, args.strategy.startswith("cocod")), run)
-    weights = training.finish()
-    say(f"weights  {weights}  accuracy {training.accuracy():.2%}")
-
-    if args.verify:
-        undisturbed = Training(data, args)
-        while undisturbed.step < args.steps:
-            undisturbed.backward()
-            undisturbed.update()
-        expected = undisturbed.finish()
-        say(f"expected {expected}  (trained undisturbed)")
-        if weights != expected:
-            raise SystemExit("the weights differ")
-        say("verified: bit for bit the same")
+    say(f"weights  {training.finish()}  accuracy {training.accuracy():.2%}")
     hvd.shutdown()
 
 

@@ -6,7 +6,6 @@ tests/single tests their functions. One of PyTorch and one of Keras stays in ``m
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import environment, run_script
+from ranks import environment, run_program, run_script
 
 from hvd_pipe.timeline import Timeline
 
@@ -42,26 +41,38 @@ def found(pattern: str, output: str) -> re.Match[str]:
 
 
 @nightly
-def test_digits_compares_all_strategies(tmp_path: Path) -> None:
-    plot = tmp_path / "digits.png"
-    output = run("digits.py", "--compare", "--epochs", "2", "--plot", str(plot))
-    # The table at the end: strategy, images/s, final accuracy, seconds to the target.
-    rows = re.findall(r"^(\S+) +[\d,]+ +([\d.]+)% +(?:[\d.]+|not reached)$", output, re.MULTILINE)
-    accuracy = {strategy: float(percent) for strategy, percent in rows}
-    names = [strategy.partition(":")[0] for strategy, _ in rows]
-    assert names == ["horovod", "merged-gradient", "pipe-sgd", "cocod"]
-    assert accuracy["merged-gradient"] == accuracy["horovod"]  # two workers: bit for bit
-    assert min(accuracy.values()) > 50  # guessing gets 10
+@pytest.mark.parametrize("is_limited", [True, False])
+def test_the_demo_trains_over_a_limited_link(is_limited: bool, tmp_path: Path) -> None:
+    """Or, where no namespace can be had, without a limit; and says so."""
+    plot, tools = tmp_path / "demo.png", tmp_path / "tools"
+    if not is_limited:
+        tools.mkdir()
+        (tools / "unshare").write_text("#!/bin/sh\necho refused >&2; exit 1\n")
+        (tools / "unshare").chmod(0o755)
+    path = os.pathsep.join([str(tools), os.environ["PATH"], "/usr/sbin", "/sbin"])
+    can_limit = subprocess.run(["unshare", "--net", "true"], check=False).returncode == 0
+    if is_limited and not can_limit:
+        pytest.skip("no network namespace can be made here")
+    command = [sys.executable, str(FOLDER / "demo.py"), "--plot", str(plot)]
+    output = run_program(command, {"PATH": path}, timeout=240)
+    rows = re.findall(r"^(\S+(?: \S+)?) +([\d.]+)% +[\d,]+ +[\d.]+ +\d+%$", output, re.MULTILINE)
+    accuracy = {name: float(percent) for name, percent in rows}
+    exact = ["stock Horovod", "PyTorch DDP", "merged-gradient", "overlap=forward"]
+    assert [*accuracy] == [*exact, "pipe-sgd", "cocod"]
+    assert accuracy["merged-gradient"] == accuracy["overlap=forward"] == accuracy["stock Horovod"]
+    assert min(accuracy.values()) > 85
+    assert ("cannot be limited here" in output) == ("refused" in output) == (not is_limited)
+    assert ("Mbit/s" in output) == is_limited
+    assert "<stdout>" not in output
     assert plot.read_bytes().startswith(b"\x89PNG\r\n")
-    assert plot.stat().st_size > 10_000
 
 
 @nightly
-def test_mnist_takes_its_strategy_from_the_environment() -> None:
-    output = run("mnist.py", "--epochs", "2", HVD_PIPE_STRATEGY="pipe-sgd:warmup_steps=20")
-    percent = re.findall(r"^test +loss [\d.]+ +accuracy ([\d.]+)%$", output, re.MULTILINE)
-    assert len(percent) == 2
-    assert float(percent[-1]) > 70
+def test_digits_takes_its_strategy_from_the_environment() -> None:
+    output = run("digits.py", HVD_PIPE_STRATEGY="pipe-sgd:warmup_steps=20")
+    percent = re.findall(r"^epoch \d/3: test accuracy ([\d.]+)%$", output, re.MULTILINE)
+    assert len(percent) == 3
+    assert float(percent[-1]) > 90
 
 
 def test_synthetic_benchmark_adds_up() -> None:
@@ -109,9 +120,8 @@ def test_a_killed_run_continues_bit_for_bit(strategy: str, tmp_path: Path) -> No
         train("killed", "--die-at", "19")
     assert "step 19: killed" in str(caught.value)
     assert "weights" not in str(caught.value).partition("killed")[2]
-    continued = train("killed", "--die-at", "19", "--verify")
+    continued = train("killed", "--die-at", "19")
     assert "continuing after step 14" in continued
-    assert "verified: bit for bit the same" in continued
     undisturbed = train("undisturbed")
     assert "continuing" not in undisturbed
     weights = r"^weights  ([0-9a-f]{64})  accuracy ([\d.]+)%$"
@@ -164,14 +174,3 @@ def test_vgg_runs_alone() -> None:
     assert done.returncode == 0, done.stderr
     assert "1 worker, mode stash" in done.stdout
     assert final_accuracy(done.stdout) > 80
-
-
-@nightly
-def test_pipelined_language_model_beats_guessing() -> None:
-    sizes = ("--width", "32", "--layers", "2", "--steps", "20", "--epochs", "3", "--lr", "0.01")
-    more = ("--warmup-steps", "10", "--plan", "straight")
-    output = run("pipedream_language_model.py", *sizes, *more)
-    perplexity = found(r"^held-out perplexity ([\d.]+), ([\d.]+) bits a character$", output)
-    assert math.log2(float(perplexity[1])) == pytest.approx(float(perplexity[2]), abs=2e-3)
-    guessing = found(r"guessing has perplexity (\d+)", output)
-    assert 1 < float(perplexity[1]) < int(guessing[1]) / 2

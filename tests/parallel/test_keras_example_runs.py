@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
-from ranks import run_script
+from ranks import run_program, run_script
 
 pytest.importorskip("tensorflow")
 
@@ -39,6 +40,18 @@ def test_fit_leaves_equal_weights_on_all_ranks(strategy: str) -> None:
     assert percent
     assert float(percent[1]) > 80  # guessing gets 10
     assert "weights on 2 ranks: alike" in output
+
+
+@pytest.mark.nightly
+def test_the_demo_trains(tmp_path: Path) -> None:
+    plot, script = tmp_path / "demo.png", FOLDER.parent / "torch_examples" / "demo.py"
+    output = run_program([sys.executable, str(script), "--keras", "--plot", str(plot)], {}, 280)
+    rows = re.findall(r"^(\S+(?: \S+)?) +([\d.]+)% +[\d,]+ +[\d.]+ +\d+%$", output, re.MULTILINE)
+    assert [name for name, _ in rows] == [
+        *("stock Horovod", "merged-gradient", "overlap=forward", "pipe-sgd", "cocod")
+    ]
+    assert min(float(percent) for _, percent in rows) > 85
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n")
 
 
 @pytest.mark.nightly
