@@ -27,9 +27,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "docker" / "matrix"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "torch_examples"))
 
 import convergence
 import convergence_report
+import demo
 import kill_loop_check
 import matrix
 import published
@@ -87,17 +89,36 @@ def best(times: Times, names: Sequence[str]) -> float:
     return min(times[name] for name in names)
 
 
-def speeds(name: str, peer: Sequence[str], columns: Mapping[str, Sequence[str]]) -> str:
-    """How many times as fast as a peer: a line for each r, from the worst model to the best."""
-    cells = measured(name)
-    rows = []
-    for r in sorted({r for r, _ in cells}):
-        row = [f"{r:g}"]
-        for names in columns.values():
-            ratios = [best(t, peer) / best(t, names) for (at, _), t in cells.items() if at == r]
-            row.append(_range(ratios))
-        rows.append(row)
-    return markdown(["r", *columns], rows)
+def what_to_expect() -> str:
+    """The first page's table: speed beside stock Horovod, what changes, and what it costs."""
+    images = [line.split("|") for line in of_convergence()["images 2"].splitlines()]
+    accuracy = {cells[1].strip(): f"{cells[4].strip()}%" for cells in images if len(cells) > 4}
+    cells, copy = measured("exact-120ms"), "one copy of the gradients"
+    body = []
+    for label, names, learns_as, updates, memory in (
+        ("stock Horovod", ["horovod"], "stock Horovod", "exact", "the buffer it fuses in"),
+        ("PyTorch DDP", DDP, None, "exact", "up to one copy of the gradients"),
+        ("`merged-gradient` (default)", [DEFAULT], "`merged-gradient`", "exact", copy),
+        (
+            *("`pipe-sgd:warmup_steps=50`", ["pipe-sgd"], "`pipe-sgd:warmup_steps=50`"),
+            *("gradients one step old", "two copies of the gradients"),
+        ),
+        (
+            *("`cocod:period=8`", ["cocod:period=8"], "`cocod:period=8`"),
+            *("models averaged every 8 steps", "two copies of the model"),
+        ),
+    ):
+        speed = [
+            _range([t["horovod"] / best(t, names) for (at, _), t in cells.items() if at == r])
+            for r in (1, 4)
+        ]
+        reached = accuracy[learns_as] if learns_as else "not measured"
+        body.append([label, *speed, updates, reached, memory])
+    return markdown(["", "m = c", "m = 4 c", "updates", "accuracy", "memory"], body)
+
+
+def demo_table() -> str:
+    return f"```text\n{demo.aligned(demo.table(read('demo')))}\n```"
 
 
 STEP: dict[str, Callable[[Times], str]] = {
@@ -396,28 +417,6 @@ def of_scale() -> dict[str, str]:
 
 def tables() -> dict[str, dict[str, str]]:
     """The text between each pair of marks, by page."""
-    one_worker = {"one worker by itself": ["single"]}
-    readme = {
-        "exact": speeds(
-            "exact-1200ms",
-            HOROVOD + DDP,
-            {f"`{name}`": [name] for name in (BACKWARD, FORWARD)} | one_worker,
-        ),
-        "all strategies": speeds(
-            "exact-120ms",
-            ["horovod"],
-            {
-                **one_worker,
-                "Horovod, polling or asleep": HOROVOD,
-                "DDP's best": DDP,
-                "`merged-gradient`": [DEFAULT],
-                "`overlap=backward`": [BACKWARD],
-                "`pipe-sgd`": ["pipe-sgd"],
-                "`pipe-sgd`, int8": ["pipe-sgd+int8"],
-                "`cocod:period=8`": ["cocod:period=8"],
-            },
-        ),
-    }
     performance = {
         "short steps": steps("exact-120ms", "r", STEP | PLAIN),
         "overhead": overhead(),
@@ -430,7 +429,7 @@ def tables() -> dict[str, dict[str, str]]:
         "soak": long_runs(),
     }
     return {
-        "README.md": readme,
+        "README.md": {"what to expect": what_to_expect(), "demo": demo_table()},
         "docs/performance.md": performance,
         "docs/overlap-forward.md": {
             "long steps": steps("exact-1200ms", "m / c", {**STEP, **PEER, **LIMIT})

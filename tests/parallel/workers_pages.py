@@ -78,13 +78,13 @@ def _import(text: str) -> Arrays:
 def _changed_line(text: str) -> Arrays:
     """Training in the place of ``...``, and replicas that are equal at the end."""
     names = execute(text, _start(), _train)
-    assert isinstance(names["optimizer"], torch.optim.SGD)
+    assert isinstance(names["optimizer"], torch.optim.SGD | torch.optim.AdamW)
     return _weights(names)
 
 
 def _optimizer(text: str) -> Arrays:
     names = execute(text, _start())
-    assert isinstance(names["optimizer"], torch.optim.SGD)
+    assert isinstance(names["optimizer"], torch.optim.SGD | torch.optim.AdamW)
     _train(names)
     names["optimizer"].synchronize()
     return _weights(names)
@@ -241,7 +241,6 @@ def _epochs(text: str) -> Arrays:
 BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "docs/pipedream.md python 0": _pipeline,  # first: its `init` allows process sets later
     "README.md python 0": _changed_line,
-    "docs/index.md python 0": _import,
     "docs/getting-started.md python 0": _import,
     "docs/migration.md python 0": _class_alone,
     "docs/carriers.md python 0": _optimizer,
