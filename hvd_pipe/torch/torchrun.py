@@ -120,8 +120,8 @@ def _server(rank: int, size: int, address: str) -> tuple[str, int]:
             connection.request("GET", f"/{_KEY}/{token}")
             if connection.getresponse().status == http.client.OK:
                 return host, int(port)
-        except (OSError, RuntimeError):
-            pass  # not there yet
+        except (OSError, RuntimeError, http.client.HTTPException):
+            pass  # not there yet, or a stranger has the port by now
         time.sleep(0.2)
     raise HvdPipeError(
         f"rank 0's rendezvous server ({said.rpartition(' ')[0] or 'not told'}) was not reached "

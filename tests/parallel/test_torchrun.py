@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import socketserver
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,17 +141,40 @@ def test_a_job_that_horovod_has_begun_is_refused(monkeypatch: pytest.MonkeyPatch
         torchrun.begin()
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    """A store in which the server of a job that has ended is named."""
-    store = dist.HashStore()
-    store.set("hvd_pipe.horovod", "127.0.0.1 9 old")
+class Garbage(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.sendall(b"no HTTP\r\n\r\n")
+
+
+def old_server(kind: str) -> socketserver.TCPServer:
+    """What has the port of a server that has ended: nobody, another attempt's, or a stranger."""
+    if kind == "rendezvous":
+        return torchrun.RendezvousHTTPServer(("127.0.0.1", 0), torchrun.RendezvousHandler, 0)
+    return socketserver.TCPServer(("127.0.0.1", 0), Garbage)
+
+
+@pytest.fixture(params=["nobody", "rendezvous", "stranger"])
+def store(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[dist.Store, int]]:
+    """A store in which the server of a job that has ended is named, and its port."""
+    store, server = dist.HashStore(), old_server(request.param)
+    port = server.server_address[1]
+    store.set("hvd_pipe.horovod", f"127.0.0.1 {port} old")
     module = sys.modules["torch.distributed.rendezvous"]  # a function of it has its name
     monkeypatch.setattr(module, "rendezvous", lambda *_: [(store, 0, 2)])
-    return store
+    answers = request.param != "nobody"
+    if answers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    else:
+        server.server_close()
+    yield store, port
+    if answers:
+        server.shutdown()
+        server.server_close()
 
 
-def test_ranks_wait_for_the_server_of_this_attempt(store: dist.Store) -> None:
+def test_ranks_wait_for_the_server_of_this_attempt(store: tuple[dist.Store, int]) -> None:
     answers: list[tuple[str, int]] = []
     waiting = threading.Thread(target=lambda: answers.append(torchrun._server(1, 2, "127.0.0.1")))
     waiting.start()
@@ -158,14 +183,15 @@ def test_ranks_wait_for_the_server_of_this_attempt(store: dist.Store) -> None:
     answers.append(torchrun._server(0, 2, "127.0.0.1"))
     waiting.join(30)
     assert answers[0] == answers[1]
-    assert answers[0][1] != 9
+    assert answers[0][1] != store[1]
 
 
 def test_a_server_that_does_not_answer_is_named(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+    store: tuple[dist.Store, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torchrun, "LIMIT_S", 0.5)
-    with pytest.raises(HvdPipeError, match=r"rank 0's rendezvous server \(127\.0\.0\.1 9\)"):
+    named = rf"rank 0's rendezvous server \(127\.0\.0\.1 {store[1]}\)"
+    with pytest.raises(HvdPipeError, match=named):
         torchrun._server(1, 2, "127.0.0.1")
 
 
