@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check README, CONTRIBUTING and the pages of docs/ for what a machine can see: ``make lint``.
+"""Check README, the other top pages and docs/ for what a machine can see: ``make lint``.
 
 Links lead somewhere, tables have as many cells in each row, every page is in both tables of
 contents, blocks of Python parse, what commands name exists, and the diagrams of architecture.md

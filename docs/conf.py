@@ -19,7 +19,10 @@ import hvd_pipe.torch.pipedream
 
 ROOT = Path(__file__).resolve().parents[1]
 
-PROJECT = ("CONTRIBUTING.md", "tests/README.md", "benchmarks/README.md", "CHANGELOG.md")
+PROJECT = (
+    *("CONTRIBUTING.md", "SECURITY.md"),
+    *("tests/README.md", "benchmarks/README.md", "CHANGELOG.md"),
+)
 """Files whose text the page `project` shows, one after another."""
 
 project = "hvd_pipe"

@@ -19,7 +19,8 @@ _MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 def pages() -> list[Path]:
     """Every page that users and developers read, in the order of their names."""
-    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    names = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+    top = [ROOT / name for name in names]
     folders = ("docs", "benchmarks", "tests", "tests/data")
     below = [page for folder in folders for page in sorted((ROOT / folder).glob("*.md"))]
     return [page for page in top if page.is_file()] + below
