@@ -208,6 +208,12 @@ def test_a_wrong_call_is_refused_and_leaves_all_as_it_was(
     trains_as_plain_torch(model, plain)
 
 
+def test_the_old_name_of_groups_warns_and_works() -> None:
+    model = two_layers()
+    with pytest.warns(DeprecationWarning, match="num_groups is Horovod's old name: use groups"):
+        given(num_groups=1)(model, momentum(model))
+
+
 class Odd(nn.Module):
     """A model whose only parameter has a dtype of its own."""
 
