@@ -5,7 +5,8 @@
 # make test-fast   light tests of one process, and a small job for each strategy and framework
 # make image  the container image (ENGINE=podman builds it with that)
 # make docs   the site, in build/docs/index.html
-# make release   the wheel and the sdist of this version in dist/, checked; nothing is uploaded
+# make release   the wheel and the sdist of this version in dist/, checked; nothing is uploaded.
+#     TRY=python3.13 then installs the wheel with today's torch for that Python, builds Horovod, trains
 # make matrix   new environments with the oldest and today's torch and TensorFlow, each tried
 # make setup | lint | clean
 # CUDA=1 builds for GPUs (NCCL), in an environment of its own; PYTHON=... names the Python (3.11 or newer) that .venv is made from.
@@ -54,7 +55,7 @@ docs: setup
 
 release: setup
 	$(VENV)/bin/python -m pip install --quiet -c docker/constraints.txt twine
-	$(VENV)/bin/python docker/release.py
+	$(VENV)/bin/python docker/release.py $(addprefix --try ,$(TRY))
 
 matrix: setup
 	$(VENV)/bin/python docker/matrix/matrix.py $(CELLS)

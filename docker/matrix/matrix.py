@@ -27,15 +27,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from release import build
+from release import Environment, build
 
-from hvd_pipe.build_horovod.recipe import SetupError, default_cache, run, say
+from hvd_pipe.build_horovod.recipe import SetupError, default_cache, say
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RESULTS = HERE / "results.json"
 SAYS = "run `hvd-pipe build-horovod` in this environment"
-LOOK = "Its log says more; then run the same command again."
 MODULES = ("torch", "tensorflow", "keras", "numpy")
 
 
@@ -93,20 +92,11 @@ def environment() -> dict[str, str]:
 
 def try_cell(cell: Cell, wheel: Path, work: Path) -> dict[str, str]:
     """Carry out a cell; return the versions that it has."""
-    folder = work / cell.name
-    programs = folder / "venv" / "bin"
+    folder, env = work / cell.name, environment()
+    made = Environment(cell.name, folder, folder / "log", env)
+    step, programs = made.step, made.programs
     python = programs / "python"
-    env, log = environment(), folder / "log"
-
-    def step(label: str, *command: str | Path) -> str:
-        path = log / f"{label.replace(' ', '-')}.log"
-        run(f"{cell.name}: {label}", command, path, LOOK, env=env, cwd=folder)
-        return path.read_text(errors="replace")
-
-    folder.mkdir(parents=True, exist_ok=True)
-    if not python.exists():
-        interpreter = shutil.which(f"python{cell.python}") or f"python{cell.python}"
-        step("environment", interpreter, "-m", "venv", folder / "venv")
+    made.make(shutil.which(f"python{cell.python}") or f"python{cell.python}")
     wanted = [f"{name}=={getattr(cell, name)}" for name in cell.frameworks]
     step("frameworks", python, "-m", "pip", "install", *wanted, wheel)
     step("hvd_pipe", python, "-m", "pip", "install", "--no-deps", "--force-reinstall", wheel)
@@ -127,20 +117,7 @@ def try_cell(cell: Cell, wheel: Path, work: Path) -> dict[str, str]:
     for name in cell.frameworks:
         smoke = shutil.copy(HERE / f"smoke_{name}.py", folder)
         step(f"train in {name}", programs / "horovodrun", "-np", "2", "--gloo", python, smoke)
-    asked = step("versions", python, "-c", VERSIONS)
-    return dict(json.loads(asked.strip().splitlines()[-1]))
-
-
-VERSIONS = f"""
-import importlib.metadata, json, platform
-found = {{"python": platform.python_version()}}
-for name in {MODULES!r}:
-    try:
-        found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        found[name] = ""
-print(json.dumps(found))
-"""
+    return made.versions(MODULES)
 
 
 def carry_out(cells: Sequence[Cell], work: Path) -> bool:

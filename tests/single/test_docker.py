@@ -13,6 +13,7 @@ import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,7 @@ def test_the_archives_hold_the_package_with_the_recipe(tmp_path: Path) -> None:
     for archive in archives:
         release.require_contents(archive)
         assert "hvd_pipe/build_horovod/patches/lost-rank.patch" in release.contents(archive)
+    assert {"CHANGELOG.md", "SECURITY.md"} <= {*release.contents(archives[1])}
     with zipfile.ZipFile(archives[0], "a") as wheel:
         wheel.writestr("tests/test_a.py", "")
     with pytest.raises(release.SetupError, match=r"has tests/test_a\.py: see"):
@@ -94,3 +96,39 @@ def test_a_version_without_a_section_is_refused() -> None:
     for heading in ("## [Unreleased]", "## [0.2.0rc1]", "## [10.2.0]", "### [0.2.0]"):
         with pytest.raises(release.SetupError, match=r"no section '## \[0\.2\.0\]'"):
             release.require_notes(f"# Changelog\n\n{heading}\n", "0.2.0")
+
+
+def test_a_trial_is_that_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkout, constraints or files of pip; a step that fails ends it, and leaves its logs."""
+    steps: list[str] = []
+
+    def run(label: str, command: list[object], log: Path, *_: str, **options: Any) -> None:
+        env = options["env"]
+        assert not {"PYTHONPATH", "PIP_CONSTRAINT", "PIP_FIND_LINKS"} & env.keys()
+        assert env["PATH"].startswith(f"{options['cwd']}/venv/bin:")
+        assert ROOT not in options["cwd"].parents
+        steps.append(" ".join(map(str, command[:3])))
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(said if label.endswith("digits") else '{"torch": "2.99.0"}')
+
+    for name in ("PYTHONPATH", "PIP_CONSTRAINT", "PIP_FIND_LINKS"):
+        monkeypatch.setenv(name, "/ours")
+    monkeypatch.setenv("HVD_PIPE_CACHE", os.fspath(tmp_path / "cache"))
+    monkeypatch.setattr(release, "run", run)
+    said = "epoch 1/1: test accuracy 90.00%"
+    python = release.interpreter(sys.executable)
+    had = release.try_as_user(python, tmp_path / "a.whl", tmp_path / "logs")
+    assert "torch 2.99.0" in had
+    assert not list((tmp_path / "cache" / "try").iterdir())
+    assert [step for step in steps if not step.startswith(("/", os.fspath(tmp_path)))] == [
+        "pip install torch",
+        "hvd-pipe build-horovod",
+        "hvd-pipe doctor",
+        "pip install scikit-learn",
+        "horovodrun -np 2",
+    ]
+    said = "nothing"
+    with pytest.raises(release.SetupError, match=r"says no accuracy: .*digits\.log"):
+        release.try_as_user(sys.executable, tmp_path / "a.whl", tmp_path / "logs")
+    with pytest.raises(release.SetupError, match=r"there is no python2\.0: name"):
+        release.interpreter("python2.0")
