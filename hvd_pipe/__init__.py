@@ -4,4 +4,4 @@ Change ``import horovod.torch as hvd`` to ``import hvd_pipe.torch as hvd`` and k
 Importing this package imports no framework, no Horovod and no MPI.
 """
 
-__version__ = "0.2.0"
+__version__ = "1.0.0"
