@@ -5,6 +5,7 @@
 # make test-fast   light tests of one process, and a small job for each strategy and framework
 # make image  the container image (ENGINE=podman builds it with that)
 # make docs   the site, in build/docs/index.html
+# make docs-check   every command of every page, or a shorter form of it; hosts need root
 # make release   the wheel and the sdist of this version in dist/, checked; nothing is uploaded.
 #     TRY=python3.13 then installs the wheel with today's torch for that Python, builds Horovod, trains
 # make matrix   new environments with the oldest and today's torch and TensorFlow, each tried
@@ -23,7 +24,7 @@ VENV := $(if $(filter 1,$(CUDA)),.venv-cuda,.venv)
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 
-.PHONY: demo demo-keras test test-all test-fast image docs release matrix setup lint clean
+.PHONY: demo demo-keras test test-all test-fast image docs docs-check release matrix setup lint clean
 
 # The site imports TensorFlow, which speaks of the processor unless told not to.
 docs: export TF_CPP_MIN_LOG_LEVEL = 3
@@ -52,6 +53,9 @@ image:
 
 docs: setup
 	$(VENV)/bin/python -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
+
+docs-check: setup
+	$(VENV)/bin/python docs/run_commands.py $(PAGES)
 
 release: setup
 	$(VENV)/bin/python -m pip install --quiet -c docker/constraints.txt twine

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import run_commands
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,13 +28,6 @@ DOCS = ROOT / "docs"
 README_LINES, README_WORDS, README_LINKS = 120, 1100, 10
 ELSEWHERE = ("http://", "https://", "mailto:")
 
-EXAMPLES = "tests/parallel/test_example_runs.py"
-# Commands of README that tests/single/test_page_commands.py does not run, as it runs those of
-# `hvd-pipe` alone: the test that runs the same, or why none does.
-RUN_BY = {
-    "make demo": f"{EXAMPLES}::test_the_demo_trains_over_a_limited_link",
-    "make test": "all tests",
-}
 FOLDERS = r"\.ci|benchmarks|docker|docs|tests|t[fo]\w+_examples"
 
 TOC = re.compile(r"^```\{toctree\}\n(?::.*\n)*\n((?:.+\n)*)```$", re.MULTILINE)
@@ -95,23 +89,17 @@ def python() -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    """Scripts, make targets, and commands and options of `hvd-pipe` that pages name exist."""
+    """What commands name exists, and each command runs or says in commands.toml why it does not.
+
+    Scripts, make targets, and commands and options of `hvd-pipe` are looked up. Nothing runs here.
+    """
     phony = re.search(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     targets = phony[1].split() if phony else []
-    of_readme = set()
     for page in pages.pages():
         for command in pages.commands(page):
-            if page.name == "README.md" and page.parent == ROOT:
-                of_readme.add(command)
             for wrong in _wrong(command, targets):
                 yield f"{pages.name_of(page)}: {command}: {wrong}"
-    others = {each for each in of_readme if not each.startswith("hvd-pipe ")}
-    for command in sorted(others ^ set(RUN_BY)):
-        yield f"README.md: docs/check.py names the test that runs a command: {command}"
-    for test in sorted(value for value in RUN_BY.values() if "::" in value):
-        file, _, name = test.partition("::")
-        if f"def {name}(" not in (ROOT / file).read_text():
-            yield f"docs/check.py: there is no {test}"
+    yield from run_commands.wrong_entries()
 
 
 def _wrong(command: str, targets: list[str]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The commands `hvd-pipe` of README and of the pages about planning and timelines run.
 
-`docs/check.py` looks up what all other commands name, and which test runs README's.
+`make docs-check` runs all commands, and `docs/check.py` looks up what they name.
 """
 
 from __future__ import annotations
