@@ -20,6 +20,7 @@ import run_commands
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from hvd_pipe.cli import script
 from hvd_pipe.cli.main import main as hvd_pipe
 from tests import pages
 
@@ -118,6 +119,8 @@ def _wrong(command: str, targets: list[str]) -> Iterator[str]:
         if subcommand is None:
             yield f"hvd-pipe has no command {name!r}"
             return
+        if isinstance(subcommand, script.Command):
+            options = script.end_options(options)
         context = click.Context(subcommand, info_name=name, parent=group)
         try:
             subcommand.make_parser(context).parse_args(options)

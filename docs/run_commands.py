@@ -190,7 +190,7 @@ def carry_out(page: str, commands: list[str], ran: set[str], bar: tqdm[None]) ->
                 ended = "was ended" if status is None else f"status {status}"
                 outcome = "ok" if status == 0 else f"failed: {ended}"
                 tail = "" if status == 0 else "\n".join(output.splitlines()[-TAIL:])
-                ran |= {line} if entry and not status else set()
+                ran |= {line} if entry and status == 0 else set()
                 outcome += f", as: {entry.text}" if entry else ""
                 if command.startswith(LASTING):
                     lasting += f"{command}\n"

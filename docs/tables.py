@@ -15,6 +15,7 @@ import argparse
 import io
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,7 @@ import watch_scale
 from harness import markdown
 
 from hvd_pipe.cli.main import main as hvd_pipe
+from hvd_pipe.units import format_bytes, format_seconds
 from tests import pages
 
 ROOT = pages.ROOT
@@ -415,6 +417,29 @@ def of_scale() -> dict[str, str]:
     }
 
 
+def checked() -> dict[str, str]:
+    """What `hvd-pipe check` says of scripts of other projects: one whole, all in a table."""
+    results = read("check")
+    first = results[0]
+    body = [
+        [
+            f"{one['project']}: {one['script']}",
+            format_bytes(one["answer"]["profile"]["gradient_bytes"]),
+            format_seconds(one["answer"]["compute_s"]),
+            f"{one['answer']['ratio']:.2f}",
+            *(f"{row['speedup']:.2f}" for row in one["answer"]["rows"][1:4]),
+            re.split("[.:]", one["answer"]["verdict"])[0],
+        ]
+        for one in results
+    ]
+    columns = ["script", "gradients", "c", "m / c"]
+    strategies = ["`merged-gradient`", "`overlap=forward`", "`pipe-sgd`"]
+    return {
+        "check": f"```console\n$ {first['command']}\n{first['printed']}```",
+        "checked": markdown([*columns, *strategies, "answer"], body),
+    }
+
+
 def tables() -> dict[str, dict[str, str]]:
     """The text between each pair of marks, by page."""
     performance = {
@@ -446,6 +471,7 @@ def tables() -> dict[str, dict[str, str]]:
         "docs/convergence.md": of_convergence(),
         "docs/scale.md": of_scale(),
         "docs/carriers.md": {"carriers": carriers()},
+        "docs/planning.md": checked(),
         "docs/install.md": {"make matrix": matrix.table(json.loads(matrix.RESULTS.read_text()))},
     }
 
@@ -482,7 +508,7 @@ def main() -> int:
     os.environ["COLUMNS"] = "80"
     written = {"docs/planning.md": with_outputs("docs/planning.md")}
     for page, parts in tables().items():
-        text = (ROOT / page).read_text()
+        text = written.get(page) or (ROOT / page).read_text()
         for name, table in parts.items():
             text = put(text, page, name, table)
         written[page] = text

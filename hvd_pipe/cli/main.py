@@ -17,6 +17,7 @@ from hvd_pipe.errors import HvdPipeError
 COMMANDS = {
     "build-horovod": ("build_horovod", "command"),
     "doctor": ("doctor", "command"),
+    "check": ("check", "command"),
     "bench": ("bench", "command"),
     "profile": ("profile", "command"),
     "advise": ("advise", "command"),

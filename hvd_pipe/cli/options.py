@@ -405,16 +405,17 @@ def _cluster(given: dict[str, Any], *, workers_required: bool) -> Cluster:
 
 def _described(given: dict[str, Any]) -> Cluster:
     """A machine on the network that the options describe."""
-    if given["bandwidth"] is None:
-        raise click.UsageError(
-            "describe the network: --bandwidth 10gbit (and --latency 30us), or --cluster FILE or "
-            f"NAME ({', '.join(PUBLISHED)})."
-        )
     per_node = given["workers_per_node"] or 1
+    workers = given["workers"] or len(given["speeds"] or ())
     if per_node > 1 and given["inner_bandwidth"] is None:
         raise click.UsageError(
             f"--workers-per-node {per_node} needs the links within a machine: "
             "--inner-bandwidth 100gbit."
+        )
+    if given["bandwidth"] is None and not 1 < workers <= per_node:
+        raise click.UsageError(
+            "describe the network: --bandwidth 10gbit (and --latency 30us), or --cluster FILE or "
+            f"NAME ({', '.join(PUBLISHED)})."
         )
     inner = [name for name in _INNER if given[name] is not None]
     if per_node == 1 and inner:
@@ -422,7 +423,6 @@ def _described(given: dict[str, Any]) -> Cluster:
             f"{_flag(inner[0])} describes the links within a machine: say how many workers one "
             "has, --workers-per-node 4."
         )
-    workers = given["workers"] or len(given["speeds"] or ())
     if workers > per_node and workers % per_node:
         raise click.UsageError(
             f"--workers {workers} does not fill machines of --workers-per-node {per_node}: take "
@@ -434,7 +434,7 @@ def _described(given: dict[str, Any]) -> Cluster:
 
     inside = (given["inner_bandwidth"], given["inner_latency"], _INNER_LATENCY_S)
     network = Network(
-        link(given["bandwidth"], given["latency"], _LATENCY_S),
+        link(given["bandwidth"] or given["inner_bandwidth"], given["latency"], _LATENCY_S),
         algorithm=given["algorithm"] or "ring",
         per_node=per_node,
         inside=link(*inside) if inner else None,

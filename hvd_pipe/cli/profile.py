@@ -5,17 +5,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,9 +20,10 @@ from typing import Any
 import click
 
 from hvd_pipe import units
-from hvd_pipe.cli import options
+from hvd_pipe.cli import options, script
 from hvd_pipe.cli.output import InputError, emit
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.measuring.facts import Facts
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 
 BATCH = 32
@@ -34,55 +32,104 @@ BATCH = 32
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "bool")
 _INPUT = re.compile(r"(?P<sizes>[1-9][0-9]*(,[1-9][0-9]*)*)(:(?P<dtype>\w+))?")
 _SHOWN = 12
-_POLL_S = 0.2
-_GRACE_S = 10.0
 
 
-class _Command(options.Command):
-    """Passes what follows a script to the script, as ``python train.py ...`` does."""
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What is to be measured: a script with its arguments, or a model and what it is fed."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        for index, argument in enumerate(args):
-            if argument.endswith(".py"):
-                args = [*args[: index + 1], "--", *args[index + 1 :]]
-                break
-        return super().parse_args(ctx, args)
+    target: str
+    arguments: tuple[str, ...]
+    inputs: tuple[str, ...]
+    loss: str | None
+    device: str | None
+    steps: int | None
+
+    def __post_init__(self) -> None:
+        given = {"--input": self.inputs, "--loss": self.loss, "--device": self.device}
+        extra = [name for name, value in {**given, "--steps": self.steps}.items() if value]
+        if self.is_script:
+            if extra:
+                raise click.UsageError(
+                    f"{', '.join(extra)}: for models only; a script has its own."
+                )
+        elif ":" not in self.target:
+            raise click.UsageError(
+                f"{self.target!r} is neither a script (train.py) nor a model "
+                "(package.module:factory or file.py:factory)."
+            )
+        elif self.arguments:
+            raise click.UsageError(f"a model takes no arguments, got {' '.join(self.arguments)}.")
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is a script."""
+        return self.target.endswith(".py")
+
+    @property
+    def name(self) -> str:
+        """The name of its profile."""
+        return Path(self.target).stem if self.is_script else self.target.rpartition(":")[2]
+
+    def measure(self) -> tuple[ModelProfile | None, Facts | None]:
+        """Measure it; without a profile on other ranks than the first, or where it is sharded."""
+        if self.is_script:
+            return script.measure_script([self.target, *self.arguments])
+        if options.job_size() > 1:
+            raise InputError("a model is measured on one process: run this without a launcher")
+        how = (self.inputs, self.loss, self.device, self.steps or 10)
+        try:
+            return measure_model(self.target, *how), None
+        except ImportError as error:
+            raise HvdPipeError(f"{error}; hvd-pipe doctor says what is missing") from error
+
+
+_TARGET_OPTIONS = (
+    click.argument("target", metavar="SCRIPT_OR_MODEL"),
+    click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED),
+    click.option(
+        "--input",
+        "inputs",
+        multiple=True,
+        metavar="SIZES[:DTYPE]",
+        help="An input of the model, the batch first: 32,3,224,224 or 32,128:int64. Repeat it "
+        "for models with several.",
+    ),
+    click.option(
+        "--loss",
+        metavar="MODULE:FUNCTION",
+        help="From the model's output to a loss.  [default: the mean of the output]",
+    ),
+    click.option(
+        "--device", help="Where to measure: cpu, cuda.  [default: a GPU if there is one]"
+    ),
+    options.count("--steps", help="Steps to measure.  [default: 10]"),
+)
+
+
+def target_options(command: options.Function) -> options.Function:
+    """Add what names and describes a `Target`, handed on as ``target``."""
+
+    @functools.wraps(command)
+    def with_target(**given: Any) -> Any:
+        fields = {field.name: given.pop(field.name) for field in dataclasses.fields(Target)}
+        return command(target=Target(**fields), **given)
+
+    decorated: options.Function = with_target
+    for option in reversed(_TARGET_OPTIONS):
+        decorated = option(decorated)
+    return decorated
 
 
 @click.command(
-    cls=_Command,
+    cls=script.Command,
     epilog="Examples: hvd-pipe profile nets.py:resnet50 --input 32,3,224,224 -o resnet50.json; "
     "hvd-pipe profile train.py --batch-size 32",
 )
-@click.argument("target", metavar="SCRIPT_OR_MODEL")
-@click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    metavar="SIZES[:DTYPE]",
-    help="An input of the model, the batch first: 32,3,224,224 or 32,128:int64. Repeat it for "
-    "models with several.",
-)
-@click.option(
-    "--loss",
-    metavar="MODULE:FUNCTION",
-    help="From the model's output to a loss.  [default: the mean of the output]",
-)
-@click.option("--device", help="Where to measure: cpu, cuda.  [default: a GPU if there is one]")
-@options.count("--steps", help="Steps to measure.  [default: 10]")
+@target_options
 @options.output_option(".json", what="the profile")
 @options.json_option
-def command(
-    target: str,
-    arguments: tuple[str, ...],
-    inputs: tuple[str, ...],
-    loss: str | None,
-    device: str | None,
-    steps: int | None,
-    path: Path | None,
-    as_json: bool,
-) -> None:
+def command(target: Target, path: Path | None, as_json: bool) -> None:
     """Measure the layers of SCRIPT_OR_MODEL.
 
     The profile goes to NAME.profile.json, or to -o, for advise, plan, simulate and partition.
@@ -91,38 +138,21 @@ def command(
     torch.nn.Module or a keras.Model; its training step is measured in this process, and --input
     says with what. A Keras model that knows its input is fed 32 samples of that by default.
 
-    A script, train.py and its arguments, trains with hvd_pipe; it is run until its profile is
-    there (under horovodrun to its end). The options of this command stand before the script.
+    A script, train.py and its arguments, trains with PyTorch, and need not import hvd_pipe. It is
+    run in one process until its steps are measured; under horovodrun, where it trains with
+    hvd_pipe, to its end. The options of this command stand before the script.
     """
-    if target.endswith(".py"):
-        given = {"--input": inputs, "--loss": loss, "--device": device, "--steps": steps}
-        extra = [name for name, value in given.items() if value]
-        if extra:
-            raise click.UsageError(f"{', '.join(extra)}: for models only; a script has its own.")
-        path = path or Path(f"{Path(target).stem}.profile.json")
-        options.check_writable(path)
-        profile_script([target, *arguments], path)
-        if options.job_rank() > 0:
-            return
-        profile = ModelProfile.load(path)
-    elif ":" in target:
-        if arguments:
-            raise click.UsageError(f"a model takes no arguments, got {' '.join(arguments)}.")
-        if options.job_size() > 1:
-            raise InputError("a model is measured on one process: run this without a launcher")
-        path = path or Path(f"{target.rpartition(':')[2]}.profile.json")
-        options.check_writable(path)
-        try:
-            profile = measure_model(target, inputs, loss, device, steps or 10)
-        except ImportError as error:
-            raise HvdPipeError(f"{error}; hvd-pipe doctor says what is missing") from error
-        profile.save(path)
-    else:
-        raise click.UsageError(
-            f"{target!r} is neither a script (train.py) nor a model (package.module:factory or "
-            "file.py:factory)."
+    path = path or Path(f"{target.name}.profile.json")
+    options.check_writable(path)
+    profile, facts = target.measure()
+    if facts is not None and facts.sharded:
+        raise HvdPipeError(
+            f"{target.target} divides its parameters over workers ({facts.sharded}): hvd_pipe "
+            "averages the gradients of whole replicas, and there is nothing to plan"
         )
-    _print(profile, path, as_json)
+    if profile is not None:
+        profile.save(path)
+        _print(profile, path, as_json)
 
 
 def _print(profile: ModelProfile, path: Path, as_json: bool) -> None:
@@ -159,57 +189,6 @@ def _print(profile: ModelProfile, path: Path, as_json: bool) -> None:
             f"Wrote {path}: hvd-pipe advise {path} -n 16 --bandwidth 10gbit",
         ),
     )
-
-
-def profile_script(command: Sequence[str], target: Path) -> None:
-    """Run a script with its arguments until it has written its profile to ``target``.
-
-    Then it is ended; under a launcher it runs to its end, because a rank that leaves early fails
-    the others. What it prints goes to stderr: stdout is the command's.
-    """
-    if not Path(command[0]).is_file():
-        raise InputError(f"{command[0]}: No such file")
-    part = target.with_name(f".{target.name}.part")
-    first, alone = options.job_rank() == 0, options.job_size() == 1
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr.fileno(),
-        env=os.environ | {"HVD_PIPE_PROFILE": str(part.resolve())},
-    )
-    try:
-        while process.poll() is None and not (alone and _written(part)):
-            time.sleep(_POLL_S)
-        code = process.poll()
-        profile = _written(part)
-        if code:
-            how = f"exit status {code}" if code > 0 else f"{signal.Signals(-code).name}"
-            raise HvdPipeError(f"{command[0]} failed ({how}); its own message is above")
-        if first and profile is not None:
-            name = profile.name or Path(command[0]).stem
-            dataclasses.replace(profile, name=name).save(target)
-        elif first:
-            raise HvdPipeError(
-                f"{command[0]} ended before its profile was written: it must train for 20 steps "
-                "with hvd_pipe.torch's DistributedOptimizer. Of Keras, profile the model: "
-                "hvd-pipe profile FILE.py:FUNCTION --input BATCH,..."
-            )
-    finally:  # a KeyboardInterrupt comes this way, too
-        for end in (process.terminate, process.kill):
-            if process.poll() is None:
-                end()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_GRACE_S)
-        if first:
-            part.unlink(missing_ok=True)
-
-
-def _written(part: Path) -> ModelProfile | None:
-    """Return the profile, or None while it is not written completely."""
-    try:
-        return ModelProfile.load(part)
-    except (OSError, ValueError):
-        return None
 
 
 def measure_model(

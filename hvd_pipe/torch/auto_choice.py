@@ -24,6 +24,7 @@ from statistics import median
 
 import torch
 
+from hvd_pipe.measuring.step_times import JobTimes
 from hvd_pipe.planning.choice import (
     OwnTimes,
     choose,
@@ -39,7 +40,6 @@ from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, pars
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.arguments import Checked
 from hvd_pipe.torch.checkpoint import SavedState
-from hvd_pipe.torch.measuring.step_times import JobTimes
 from hvd_pipe.torch.overlap_start import OverlapStart, refusal, start_of
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.make_engine import switch

@@ -17,6 +17,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Average, ProcessSet, global_process_set, is_initialized
 
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.measuring.step_times import JobProfile, profile_job
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime.arguments import check_passes
@@ -29,7 +30,6 @@ from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.compression import Compression
 from hvd_pipe.torch.horovod_api import broadcast_optimizer_state, root_of_horovods
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.measuring.step_times import JobProfile, profile_job
 from hvd_pipe.torch.overlap_start import OverlapStart
 from hvd_pipe.torch.parameters import NewGradients, is_zero, owned_by
 from hvd_pipe.torch.partial_updates import Options, update_quietly

@@ -31,8 +31,8 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from hvd_pipe.measuring.clock import Moment, Stopwatch
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.torch.measuring.clock import Moment, Stopwatch
 
 __all__ = ["LayerTimes", "measure_profile"]
 

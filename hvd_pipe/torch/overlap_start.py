@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hvd_pipe.measuring.step_times import FirstUses
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.overlap import PARTS, Pass, fitted, in_order, plan_overlap
 from hvd_pipe.planning.plan import Plan
@@ -32,7 +33,6 @@ from hvd_pipe.planning.tuner import HIDDEN, Trial, Tuner
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import largest, make_tuner
 from hvd_pipe.torch.checkpoint import SavedState
-from hvd_pipe.torch.measuring.step_times import FirstUses
 from hvd_pipe.torch.partial_updates import updates_each_parameter, updates_quietly
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine

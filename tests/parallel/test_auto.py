@@ -28,12 +28,12 @@ from torch import nn
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.measuring import step_times
 from hvd_pipe.planning import choice
 from hvd_pipe.planning.choice import OwnTimes, predict
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.torch import auto_choice, overlap_start
-from hvd_pipe.torch.measuring import step_times
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
 
 STEPS = 4  # measured

@@ -40,8 +40,8 @@ from torch import nn
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.measuring.step_times import FirstUses
 from hvd_pipe.strategy import MergedGradient
-from hvd_pipe.torch.measuring.step_times import FirstUses
 from hvd_pipe.torch.messages.buckets import BucketSet
 
 pytestmark = on_ranks(2, init=hvd.init)

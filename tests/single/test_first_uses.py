@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hvd_pipe.torch.measuring.clock import Stopwatch
-from hvd_pipe.torch.measuring.step_times import FirstUses
+from hvd_pipe.measuring.clock import Stopwatch
+from hvd_pipe.measuring.step_times import FirstUses
 
 
 @pytest.fixture

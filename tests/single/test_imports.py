@@ -121,6 +121,22 @@ def test_planning_imports_no_framework() -> None:
             assert not names & set(FRAMEWORKS), module
 
 
+def test_measuring_needs_no_horovod() -> None:
+    """So `hvd-pipe check` works where Horovod is not built yet."""
+    for module in ("hvd_pipe.cli.check", "hvd_pipe.measuring.script"):
+        for name in _needed(module):
+            assert not name.startswith(("horovod", "hvd_pipe.torch", "hvd_pipe.tensorflow")), name
+
+
+def _needed(module: str) -> set[str]:
+    """Return what a module imports, and what the modules that it imports do."""
+    names, new = set[str](), {module}
+    while new:
+        names |= new
+        new = set[str]().union(*(_imported(x, lazy=False) for x in new & set(MODULES))) - names
+    return names
+
+
 def test_the_root_imports_a_plan_alone_of_planning() -> None:
     """Planning may import what lies beside it, so these may not import planning: but its leaf."""
     for module in ("hvd_pipe.strategy", "hvd_pipe.units", "hvd_pipe.timeline", "hvd_pipe.errors"):
@@ -130,7 +146,15 @@ def test_the_root_imports_a_plan_alone_of_planning() -> None:
     assert below == {"hvd_pipe.planning._checks"}
 
 
-ROOMS = {"cli": 4, "torch": 3, "tensorflow": 3, "pipeline": 2, "runtime": 1, "planning": 0}
+ROOMS = {
+    "cli": 4,
+    "torch": 3,
+    "tensorflow": 3,
+    "measuring": 2,
+    "pipeline": 2,
+    "runtime": 1,
+    "planning": 0,
+}
 """The rooms and the storeys on which they are; see docs/architecture.md."""
 
 

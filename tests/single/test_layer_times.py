@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hvd_pipe.measuring.clock import Stopwatch
+from hvd_pipe.measuring.step_times import JobTimes
 from hvd_pipe.planning import choice
 from hvd_pipe.planning.choice import profile_of
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.torch import layer_times
 from hvd_pipe.torch.layer_times import LayerTimes, measure_profile
-from hvd_pipe.torch.measuring.clock import Stopwatch
-from hvd_pipe.torch.measuring.step_times import JobTimes
 
 SLEEP = 0.004
 
@@ -267,11 +267,32 @@ def test_scripted_models_are_refused_with_the_way_out() -> None:
     assert hooks_of(model[1:]) == 0
 
 
-def test_times_seen_from_the_optimizer(ticks: list[float]) -> None:
+def test_the_update_of_a_step_that_computes_its_gradients(ticks: list[float]) -> None:
+    model = chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    times = JobTimes(optimizer, list(model.parameters()))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(2, 3)).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(6):
+        optimizer.step(closure)  # type: ignore[arg-type]
+        times.end_step()
+    own = times.close()
+    assert own is not None
+    assert own.update_s == 1.0  # from the last gradient on
+    assert sorted(own.ready_s) == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_times_seen_from_the_optimizer(ticks: list[float], alone: bool) -> None:
     model = chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters = list(model.parameters())
-    times = JobTimes(optimizer, parameters)
+    times = JobTimes(optimizer, parameters, alone=alone)
     for step in range(8):
         optimizer.zero_grad()
         model(torch.ones(2, 3)).sum().backward()
@@ -281,12 +302,14 @@ def test_times_seen_from_the_optimizer(ticks: list[float]) -> None:
     assert times.steps == 6  # the first has no step before it
     own = times.close()
     assert own is not None
-    assert (own.before_s, own.update_s) == (1.0, 1.0)
+    # Who is alone waits for nobody: what is between backward and update is its own work.
+    update = 2.0 if alone else 1.0
+    assert (own.before_s, own.update_s) == (1.0, update)
     assert sorted(own.ready_s) == [0.0, 1.0, 2.0, 3.0]
     assert max(own.ready_s[2:]) < min(own.ready_s[:2])
     assert hooks_of(model) == 0
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]
     profile = profile_of(own, names, [p.numel() * 4 for p in parameters])
-    assert profile.compute_s == 1.0 + 3.0 + 1.0
+    assert profile.compute_s == 1.0 + 3.0 + update
     assert profile.ready_times().tolist() == [0.0, 1.0, 2.0, 3.0]
     assert profile.layers[0].name == "(forward)"

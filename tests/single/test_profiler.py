@@ -10,12 +10,12 @@ import pytest
 import torch
 from horovod.torch.mpi_ops import global_process_set
 
+from hvd_pipe.measuring.clock import Stopwatch
+from hvd_pipe.measuring.step_times import ReadyTimes
 from hvd_pipe.runtime import comm_probe
 from hvd_pipe.runtime.comm_probe import _sizes
 from hvd_pipe.torch.measuring import probes
-from hvd_pipe.torch.measuring.clock import Stopwatch
 from hvd_pipe.torch.measuring.probes import measure_allreduce, measure_comm
-from hvd_pipe.torch.measuring.step_times import ReadyTimes
 
 
 def test_examples() -> None:

@@ -39,7 +39,7 @@ from hvd_pipe.torch.strategies.backward_passes import BackwardPasses
 from hvd_pipe.torch.strategies.settings import GradientHooks, Settings, State, describe
 
 if TYPE_CHECKING:
-    from hvd_pipe.torch.measuring.step_times import ReadyTimes
+    from hvd_pipe.measuring.step_times import ReadyTimes
     from hvd_pipe.torch.messages.buckets import BucketSet
 
 

@@ -33,12 +33,12 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.measuring.step_times import FirstUses
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch import pending_tensors
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.measuring.step_times import FirstUses
 from hvd_pipe.torch.messages.buckets import Bucket, BucketSet
 from hvd_pipe.torch.messages.ordered import OrderedMessages
 from hvd_pipe.torch.partial_updates import Options, updates_each_parameter, updates_quietly

@@ -29,6 +29,7 @@ from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Average
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.measuring.step_times import ReadyTimes
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.tuner import (
@@ -43,7 +44,6 @@ from hvd_pipe.runtime.gradient_index import SKIP_STEPS, measured_method
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import make_tuner
 from hvd_pipe.torch.measuring.probes import measure_comm
-from hvd_pipe.torch.measuring.step_times import ReadyTimes
 from hvd_pipe.torch.messages.allreduce import of_all_ranks
 from hvd_pipe.torch.messages.buckets import BucketSet, residuals_of, restore_residuals
 from hvd_pipe.torch.messages.control_flags import ControlFlags

@@ -1,4 +1,4 @@
-"""Times of a distributed optimizer's steps: when gradients are ready, and a worker's own work.
+"""Times of an optimizer's steps: when gradients are ready, and a worker's own work.
 
 The optimizer knows no layers. `JobTimes` divides a worker's part of a step at these moments::
 
@@ -6,34 +6,40 @@ The optimizer knows no layers. `JobTimes` divides a worker's part of a step at t
     ------ before_s -----|---------- ready_s -----------------|         |update_s|
 
 Forward, and what the script does between its steps (data, ``zero_grad()``), are one number. Waits
-for averages lie between the last gradient and the update, or after it, and are left out.
+for averages lie between the last gradient and the update, or after it, and are left out. A process
+that is alone waits for nobody: there, what lies before the update (clipping) belongs to it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from horovod.torch.mpi_ops import ProcessSet
 
+from hvd_pipe.measuring.clock import Moment, Stopwatch
 from hvd_pipe.planning.choice import OwnTimes, profile_of
 from hvd_pipe.runtime.gradient_index import RECORD_STEPS, SKIP_STEPS
-from hvd_pipe.torch.measuring.clock import Moment, Stopwatch
+
+if TYPE_CHECKING:
+    from horovod.torch.mpi_ops import ProcessSet
 
 ENVIRONMENT_VARIABLE = "HVD_PIPE_PROFILE"
 
 MOST_STEPS = 64
+STEPS = SKIP_STEPS + RECORD_STEPS
+_LEAST_STEPS, _LIMIT_S = SKIP_STEPS + 2, 45.0  # of slow steps, a profile has fewer
 
 _log = logging.getLogger("hvd_pipe")
 
@@ -136,11 +142,16 @@ class FirstUses(ReadyTimes):
 
 
 class JobTimes:
-    """Measures steps of a distributed optimizer, beside whatever engine it has."""
+    """Measures steps of an optimizer, beside whatever engine it has."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.Tensor],
+        *,
+        alone: bool = False,
     ) -> None:
+        self._alone = alone
         self.count = len(parameters)
         """How many parameters are watched."""
         self._stopwatch = Stopwatch(parameters[0].device)
@@ -191,15 +202,17 @@ class JobTimes:
         before, update, *ready = np.median(np.array(rows), axis=0).tolist()
         return OwnTimes(before, ready, update)
 
-    @staticmethod
     def _seconds(
-        previous: Moment, ready: Sequence[Moment | None], begun: Moment, updated: Moment
+        self, previous: Moment, ready: Sequence[Moment | None], begun: Moment, updated: Moment
     ) -> list[float]:
         seconds = [None if s is None else Stopwatch.seconds(previous, s) for s in ready]
         present = [s for s in seconds if s is not None]
         first, last = min(present), max(present)
         since = [(last if s is None else s) - first for s in seconds]
-        return [first, Stopwatch.seconds(begun, updated), *since]
+        update = Stopwatch.seconds(previous, updated) - last
+        if not self._alone:  # a closure computes the gradients within the step
+            update = min(update, Stopwatch.seconds(begun, updated))
+        return [first, update, *since]
 
     def mark(self, index: int) -> None:
         """Note that the gradient at ``index`` is ready now."""
@@ -225,11 +238,13 @@ class JobProfile:
     times: JobTimes
     names: Sequence[str]
     sizes: Sequence[int]
+    begun_s: float = field(default_factory=time.monotonic)
 
     def end_step(self) -> bool:
         """Note the end of a step; return whether more steps are wanted."""
         self.times.end_step()
-        if self.times.steps < SKIP_STEPS + RECORD_STEPS:
+        slow = time.monotonic() - self.begun_s > _LIMIT_S
+        if self.times.steps < (_LEAST_STEPS if slow else STEPS):
             return True
         times = self.times.close()
         assert times is not None
@@ -245,6 +260,11 @@ class JobProfile:
 
 
 _started = False
+
+
+def is_profiling() -> bool:
+    """Return whether one of hvd_pipe's optimizers writes the profile of this process."""
+    return _started
 
 
 def profile_job(
@@ -266,6 +286,6 @@ def profile_job(
             stacklevel=4,
         )
         return None
-    times = JobTimes(optimizer, parameters)
+    times = JobTimes(optimizer, parameters, alone=process_set.size() == 1)
     sizes = [p.numel() * p.element_size() for p in parameters]
     return JobProfile(path, times, names, sizes)
