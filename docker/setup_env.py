@@ -45,7 +45,7 @@ SLURM_TOOLS = {
 POLICY = Path("/usr/sbin/policy-rc.d")
 
 # What torch_examples/ needs beyond hvd_pipe itself: an image has it without the other tools.
-EXAMPLES = ("scikit-learn", "tqdm")
+EXAMPLES = ("scikit-learn",)
 
 
 def missing_packages() -> list[str]:

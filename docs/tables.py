@@ -98,9 +98,12 @@ def what_to_expect() -> str:
     cells, copy = measured("exact-120ms"), "one copy of the gradients"
     body = []
     for label, names, learns_as, updates, memory in (
-        ("stock Horovod", ["horovod"], "stock Horovod", "exact", "the buffer it fuses in"),
+        ("stock Horovod", ["horovod"], "stock Horovod", "exact", "a buffer of up to 128 MiB"),
         ("PyTorch DDP", DDP, None, "exact", "up to one copy of the gradients"),
-        ("`merged-gradient` (default)", [DEFAULT], "`merged-gradient`", "exact", copy),
+        (
+            *("the default, which chose `overlap=forward`", [DEFAULT], "`merged-gradient`"),
+            *("exact", copy),
+        ),
         (
             *("`pipe-sgd:warmup_steps=50`", ["pipe-sgd"], "`pipe-sgd:warmup_steps=50`"),
             *("gradients one step old", "two copies of the gradients"),
@@ -114,9 +117,9 @@ def what_to_expect() -> str:
             _range([t["horovod"] / best(t, names) for (at, _), t in cells.items() if at == r])
             for r in (1, 4)
         ]
-        reached = accuracy[learns_as] if learns_as else "not measured"
+        reached = accuracy[learns_as] if learns_as else "not run"
         body.append([label, *speed, updates, reached, memory])
-    return markdown(["", "m = c", "m = 4 c", "updates", "accuracy", "memory"], body)
+    return markdown(["", "speed at m = c", "m = 4 c", "updates", "accuracy", "memory added"], body)
 
 
 def demo_table() -> str:

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     rows = result["rows"]
     seconds = {name: sum(e["seconds"] for e in epochs) for name, epochs in rows.items()}
     stock = next(iter(seconds.values()))
-    cells = [["", "accuracy", "images/s", "times stock", "not computing"]]
+    cells = [["", "accuracy", "images/s", "times stock", "sending costs"]]
     for name, epochs in rows.items():
         computing = result["compute_s"] * result["steps"] * len(epochs)
         speed = result["images"] * len(epochs) / seconds[name]
@@ -141,7 +142,7 @@ def aligned(cells: Sequence[Sequence[str]]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw timelines, and accuracy over time."""
+    """Draw timelines, and accuracy over time, a dot for each epoch."""
     shown = result.get("shown", {})
     figure = Figure(figsize=(9, 3.8 + 1.7 * len(shown)), layout="constrained")
     *above, below = figure.subplots(
@@ -149,13 +150,15 @@ def draw(result: dict[str, Any], path: Path) -> None:
     )[:, 0]
     for axes, name in zip(above, shown, strict=True):
         draw_timeline(axes, name, result)
-        axes.set_xlim(0, 1e3 * max(other["end"] - other["begun"] for other in shown.values()))
+        axes.set_xlim(0, 1e3 * max(other["ends"][-1] - other["begun"] for other in shown.values()))
     for name, epochs in result["rows"].items():
-        times = [sum(e["seconds"] for e in epochs[:i]) for i in range(len(epochs) + 1)]
-        accuracy = [100 * result["first_accuracy"], *(100 * e["accuracy"] for e in epochs)]
-        below.plot(times, accuracy, "o-", label=name, color=COLOURS[name])
+        times = [*accumulate(e["seconds"] for e in epochs)]
+        below.plot(
+            times, [100 * e["accuracy"] for e in epochs], "o-", label=name, color=COLOURS[name]
+        )
+    lowest = min(100 * e["accuracy"] for epochs in result["rows"].values() for e in epochs)
     below.set(xlabel="training time (s), without evaluation", ylabel="test accuracy (%)")
-    below.set(xlim=(0, None), ylim=(0, 102))
+    below.set(xlim=(0, None), ylim=(lowest - 1, 100.5))
     below.grid(alpha=0.3)
     below.legend(loc="lower right")
     figure.savefig(path, dpi=120)
@@ -164,8 +167,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def draw_timeline(axes: Axes, name: str, result: dict[str, Any]) -> None:
     """Draw when a worker computes, and how much of its rate the link carries."""
     one = result["shown"][name]
-    step_ms = 1e3 * (one["end"] - one["begun"]) / one["steps"]
-    samples = [line.split() for line in one["samples"] if float(line.split()[0]) <= one["end"]]
+    epochs = result["rows"][name]
+    step_ms = 1e3 * sum(e["seconds"] for e in epochs) / len(epochs) / result["steps"]
+    ends_ms = [1e3 * (end - one["begun"]) for end in one["ends"]]
+    samples = [
+        line.split() for line in one["samples"] if float(line.split()[0]) <= one["ends"][-1]
+    ]
     moments = [1e3 * (float(moment) - one["begun"]) for moment, _, _ in samples]
     computes = [
         state == "R" and not any(a <= float(moment) <= b for a, b in one["waits"])
@@ -177,12 +184,13 @@ def draw_timeline(axes: Axes, name: str, result: dict[str, Any]) -> None:
         0.1 + 0.8 * min((sent[i + width] - sent[i]) / (moments[i + width] - moments[i]) / full, 1)
         for i in range(len(sent) - width)
     ]
+    axes.vlines(ends_ms, 1, 2, color="black", linewidth=1)
     centres = moments[width // 2 : width // 2 + len(heights)]
     axes.fill_between(moments, 1.1, 1.9, where=computes, color="#5aa9d6", linewidth=0, step="post")
     axes.fill_between(centres, 0.1, heights, color="#f2a53c", linewidth=0)
-    axes.set(title=f"{name}: {step_ms:.0f} ms a step", ylim=(0, 2), yticks=[0.5, 1.5])
-    axes.set_xlabel("time (ms)")
-    axes.set_yticklabels(["the link carries", "worker 0 computes"])
+    title = f"{name}: {step_ms:.0f} ms a step in training (a line is the end of a step)"
+    axes.set(title=title, ylim=(0, 2), yticks=[0.5, 1.5], xlabel="time (ms)")
+    axes.set_yticklabels(["the link sends", "worker 0 computes"])
 
 
 def in_a_folder(path: str) -> Path:

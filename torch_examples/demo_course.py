@@ -83,7 +83,7 @@ class Job:
         them alike.
         """
         report = Reporter(self.folder, self.is_first)
-        result: dict[str, Any] = {"nbytes": self.nbytes, "first_accuracy": rows[0].accuracy()}
+        result: dict[str, Any] = {"nbytes": self.nbytes}
         result["compute_s"] = compute_s = self.computing_s()
         if self.is_limited:
             found = find_rate(self.nbytes, compute_s, self.limit, self.all_reduce_s)

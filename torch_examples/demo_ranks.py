@@ -147,14 +147,14 @@ def show(row: Row, folder: Path) -> dict[str, Any]:
     indices = list(batches(len(row.data.train_x), 0))[: SKIPPED_STEPS + SHOWN_STEPS]
     mean(0.0)
     with watched(folder, hvd.rank() == 0) as samples:
-        for number, index in enumerate(indices):
-            if number == SKIPPED_STEPS:  # the first steps begin with nothing in flight
-                begun = time.perf_counter()
+        ends = []
+        for index in indices:
             row.step(index)
-        end = time.perf_counter()
+            ends.append(time.perf_counter())
     row.drain()
-    seen = {"begun": begun, "end": end, "waits": row.waits, "samples": samples}
-    return {**seen, "steps": SHOWN_STEPS}
+    # The first steps begin with nothing in flight.
+    begun, *ends = ends[SKIPPED_STEPS - 1 :]
+    return {"begun": begun, "ends": ends, "waits": row.waits, "samples": samples}
 
 
 def main() -> None:
