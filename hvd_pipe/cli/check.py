@@ -102,7 +102,8 @@ def _print(
         as_json=as_json,
         above=(
             f"{profile.name}: {units.format_bytes(size)} of gradients{_how_measured(facts)}",
-            f"c = {seconds(profile.compute_s)}, the median step of one worker that sends nothing: "
+            f"c = {seconds(profile.compute_s)}, a step of one worker that sends nothing "
+            "(medians): "
             f"{seconds(profile.forward_s)} before the first gradient (data, forward), "
             f"{seconds(profile.backward_s)} from there to the last, "
             f"{seconds(profile.update_s)} until the update is made",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import signal
 import socket
@@ -18,17 +19,20 @@ from typing import Any, NoReturn
 
 import click
 
+from hvd_pipe import units
 from hvd_pipe.cli import options
 from hvd_pipe.cli.options import counted
 from hvd_pipe.cli.output import InputError, warning
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.measuring.facts import FACTS, PROFILE, Facts
+from hvd_pipe.measuring.facts import PROFILE, Facts, Left
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.runtime.gradient_index import RECORD_STEPS, SKIP_STEPS
 
 _OF_A_CLUSTER = ("-n", "--workers", "--machines", "--cluster", "--bandwidth", "--inner-bandwidth")
+_STARTERS = ("python", "python3", "-m", "torchrun", "horovodrun", "mpirun", "accelerate")
 _RUNNER = "hvd_pipe.measuring.script"
 _BUSY = 0.75  # of all cores
+_UNLIKE = 2.0  # the longest step, as a multiple of the shortest
 _POLL_S = 0.2
 _GRACE_S = 3.0
 _STEPS = SKIP_STEPS + RECORD_STEPS + 2  # two show which optimizers there are
@@ -43,7 +47,17 @@ class Command(options.Command):
     """Passes what follows a script to the script, as ``python train.py ...`` does."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, end_options(args))
+        args = end_options(args)
+        starter = next(
+            (word for word in itertools.takewhile("--".__ne__, args) if word in _STARTERS), None
+        )
+        if starter is not None:
+            raise click.UsageError(
+                f"{starter}: name the file of the script, as in train.py --lr 0.1. It is started "
+                "by this command, in one process.",
+                ctx,
+            )
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run; say so where the script would get the options that this command lacks."""
@@ -88,37 +102,43 @@ def measure_script(command: Sequence[str]) -> tuple[ModelProfile | None, Facts |
             "Keras, name the model: FILE.py:FUNCTION --input BATCH,..."
         )
     if options.job_size() > 1:
-        profile = _run_a_rank(command)
-        return profile, None
+        return _run_a_rank(command), None
     load = os.getloadavg()[0]
     click.echo(f"{command[0]} runs until its steps are measured.", err=True)
-    code, profile, facts = _run(command, _of_torchrun(), alone=True)
-    if code == 1 and facts is None:  # not killed, and not of wrong usage
+    code, left = _run(command, _of_torchrun(), alone=True)
+    why = left.failure
+    if code == 1 and left.facts is None:  # not killed, and not of wrong usage
         click.echo(f"{command[0]} failed as a worker of torchrun. Once more, alone:", err=True)
-        code, profile, facts = _run(command, {}, alone=True)
+        code, left = _run(command, {}, alone=True)
+        if why != left.failure:
+            why = f"as a worker of torchrun, {why or '-'}; alone, {left.failure or '-'}"
     click.echo(err=True)  # a bar of the script has not ended its line
-    _warn_of(load)
-    if profile is None and not (facts and facts.sharded):
-        made = counted(facts.steps if facts else 0, "step")
-        said = f"ended after {made} of PyTorch's optimizers, and it takes {_STEPS} to measure them"
+    facts = left.facts
+    if not left.is_enough:
+        made = f"{counted(facts.steps if facts else 0, 'step')} of PyTorch's optimizers"
         if code:
-            said = f"{_failed(code)} after {made} of PyTorch's optimizers; its message is above"
-        raise HvdPipeError(f"{command[0]} {said}{'' if facts else _ELSE}")
-    return _named(profile, command[0]), facts
+            said = f"{_failed(code)} after {made}: {why or 'its message is above'}"
+        else:
+            said = f"ended after {made}, and it takes {_STEPS} to measure them: have it make more"
+        is_elsewhere = facts is None and not why and code in (0, 1)
+        is_elsewhere |= "CUDA" in why or "NCCL" in why
+        raise HvdPipeError(f"{command[0]} {said}{_ELSE if is_elsewhere else ''}")
+    _warn_of(load, facts)
+    return _named(left.profile, command[0]), facts
 
 
 def _run_a_rank(command: Sequence[str]) -> ModelProfile | None:
     """Run a script of a job to its end; return the profile on the first rank."""
-    code, profile, _ = _run(command, {}, alone=False)
+    code, left = _run(command, {}, alone=False)
     if code:
         raise HvdPipeError(f"{command[0]} {_failed(code)}; its own message is above")
-    if options.job_rank() == 0 and profile is None:
+    if options.job_rank() == 0 and left.profile is None:
         raise HvdPipeError(
             f"{command[0]} ended before its steps were measured. Under a launcher, it must make "
             f"at least {_STEPS} steps of hvd_pipe.torch's DistributedOptimizer; without one, "
             "hvd-pipe profile measures any script of PyTorch."
         )
-    return _named(profile, command[0])
+    return _named(left.profile, command[0])
 
 
 def _failed(code: int) -> str:
@@ -126,45 +146,45 @@ def _failed(code: int) -> str:
 
 
 def _named(profile: ModelProfile | None, script: str) -> ModelProfile | None:
-    if profile is None:
-        return None
-    return dataclasses.replace(profile, name=profile.name or Path(script).stem)
+    return profile and dataclasses.replace(profile, name=profile.name or Path(script).stem)
 
 
 def _run(
     command: Sequence[str], variables: Mapping[str, str], *, alone: bool
-) -> tuple[int | None, ModelProfile | None, Facts | None]:
+) -> tuple[int | None, Left]:
     """Run a script until it has ended or is measured; return its status and what it has left."""
     # Signals end this process by an exception, so that it takes the script with it.
     with _exits_by(signal.SIGTERM, signal.SIGHUP), tempfile.TemporaryDirectory() as name:
-        written, noted = Path(name) / PROFILE, Path(name) / FACTS
+        folder = Path(name)
         process = subprocess.Popen(
             [sys.executable, *(["-m", _RUNNER, name] if alone else []), *command],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
-            env={**os.environ, **variables, "HVD_PIPE_PROFILE": str(written)},
+            env={**os.environ, **variables, "HVD_PIPE_PROFILE": str(folder / PROFILE)},
             start_new_session=alone,
         )
         try:
             while process.poll() is None:
-                # The facts are written first, so they are read last.
-                profile, facts = _load(written), Facts.load(noted)
-                if alone and (profile or (facts and facts.sharded)):
-                    return None, profile, facts
+                left = Left.load(folder)
+                if alone and left.is_enough:
+                    return None, left
                 time.sleep(_POLL_S)
-            return process.poll(), _load(written), Facts.load(noted)
+            return process.poll(), Left.load(folder)
         finally:
             _end(process, with_children=alone)
 
 
-def _warn_of(load: float) -> None:
-    """Warn where other programs have computed, as steps are then longer."""
+def _warn_of(load: float, facts: Facts | None) -> None:
+    """Warn where other programs have computed, as steps are then longer, or seem to have."""
     cores = os.cpu_count() or 1
     if load > _BUSY * cores:
         warning(
             f"this machine was busy (load {load:.1f} on {counted(cores, 'core')}): steps take "
             "longer than they do alone"
         )
+    elif facts and facts.range_s and facts.range_s[1] > _UNLIKE * facts.range_s[0]:
+        least, most = map(units.format_seconds, facts.range_s)
+        warning(f"steps took {least} to {most}: measure them again while nothing else computes")
 
 
 def _of_torchrun() -> dict[str, str]:
@@ -174,14 +194,6 @@ def _of_torchrun() -> dict[str, str]:
         port = probe.getsockname()[1]
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def _load(written: Path) -> ModelProfile | None:
-    """Return the profile, or None while it is not written completely."""
-    try:
-        return ModelProfile.load(written)
-    except (OSError, ValueError):
-        return None
 
 
 def _end(process: subprocess.Popen[bytes], *, with_children: bool) -> None:

@@ -1,4 +1,4 @@
-"""What is known of a training script beside the times of its gradients."""
+"""What a training script that is measured leaves in a folder, for the command that runs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-PROFILE, FACTS = "profile.json", "facts.json"
+from hvd_pipe.planning.profile import ModelProfile
+
+PROFILE, FACTS, FAILURE = "profile.json", "facts.json", "failure.txt"
 """The files of a script that is measured."""
 
 
@@ -43,3 +45,29 @@ class Facts:
     def load(cls, path: Path) -> Self | None:
         """Read the file; None where there is none yet."""
         return cls(**json.loads(path.read_text())) if path.is_file() else None
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a script has left so far: a profile, facts, and the exception that has ended it."""
+
+    profile: ModelProfile | None
+    facts: Facts | None
+    failure: str
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read what is there; a profile that is not written completely is not."""
+        failure = folder / FAILURE
+        try:
+            profile = ModelProfile.load(folder / PROFILE)
+        except (OSError, ValueError):
+            profile = None
+        # The facts are written first, so they are read last.
+        facts = Facts.load(folder / FACTS)
+        return cls(profile, facts, failure.read_text().strip() if failure.exists() else "")
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether nothing more is to be measured."""
+        return self.profile is not None or bool(self.facts and self.facts.sharded)

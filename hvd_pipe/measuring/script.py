@@ -3,7 +3,8 @@
     python -m hvd_pipe.measuring.script FOLDER train.py ARGUMENTS...
 
 The script is not changed: PyTorch calls hooks before and after each step of any optimizer. The
-folder gets `FACTS` and a profile (`PROFILE`), and then this process ends.
+folder gets `FACTS` and a profile (`PROFILE`), and then this process ends. An exception that ends
+the script is in `FAILURE`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.optim.optimizer import (
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hvd_pipe.measuring import step_times
-from hvd_pipe.measuring.facts import FACTS, PROFILE, Facts
+from hvd_pipe.measuring.facts import FACTS, FAILURE, PROFILE, Facts
 from hvd_pipe.measuring.step_times import STEPS, JobProfile, JobTimes
 from hvd_pipe.runtime.gradient_index import SKIP_STEPS
 
@@ -201,6 +202,7 @@ def main() -> None:
         while frames is not None and frames.tb_frame.f_code.co_filename != os.fspath(path):
             frames = frames.tb_next
         traceback.print_exception(error.with_traceback(frames))
+        (Path(folder) / FAILURE).write_text("".join(traceback.format_exception_only(error)))
         sys.exit(1)
 
 

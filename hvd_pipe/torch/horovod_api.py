@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from horovod.torch import functions as _horovod
 from horovod.torch import mpi_ops
-from horovod.torch.functions import broadcast_object
-from horovod.torch.mpi_ops import broadcast_async_, rank
-from horovod.torch.mpi_ops import synchronize as wait_for
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.torch import torchrun, workers
+from hvd_pipe.torch.agree import agreement
 from hvd_pipe.torch.messages.allreduce import sendable
 from hvd_pipe.torch.parameters import check_has_shape
 
@@ -81,14 +80,12 @@ def root_of_horovods(caller: FrameType | None) -> int | None:
 
 def broadcast_tensors(named: Iterable[tuple[str | None, torch.Tensor]], root_rank: int) -> None:
     """Give every rank ``root_rank``'s tensors, in place, of any dtype and memory format."""
-    named, sent = list(named), []
-    for name, tensor in named:
-        check_has_shape(name, tensor)
+    sent = []
     for name, tensor in named:
         wire = sendable(tensor).contiguous()
-        sent.append((tensor, wire, broadcast_async_(wire, root_rank, name)))
+        sent.append((tensor, wire, mpi_ops.broadcast_async_(wire, root_rank, name)))
     for tensor, wire, handle in sent:
-        wait_for(handle)
+        mpi_ops.synchronize(handle)
         target = sendable(tensor)
         if target.data_ptr() != wire.data_ptr():
             target.copy_(wire)
@@ -100,12 +97,21 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
         root_rank: The rank whose values all ranks get.
+
+    Raises:
+        RanksDisagreeError: Ranks have unlike tensors; on every rank, before anything is sent.
     """
     workers.finish_all()
-    pairs = params.items() if isinstance(params, dict) else params
-    named = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
     if isinstance(params, dict):
-        named.sort(key=lambda pair: str(pair[0]))
+        params = sorted(params.items(), key=lambda pair: str(pair[0]))
+    named = [pair if isinstance(pair, tuple) else (None, pair) for pair in params]
+
+    def check() -> tuple[None, Description]:
+        for name, tensor in named:
+            check_has_shape(name, tensor)
+        return None, [("a tensor", f"{name} {t.dtype} {tuple(t.shape)}") for name, t in named]
+
+    agreement.checked(check, "hvd_pipe.broadcast_parameters", mpi_ops.global_process_set)
     broadcast_tensors(named, root_rank)
 
 
@@ -142,9 +148,9 @@ def broadcast_optimizer_state(
         root_rank: The rank whose state all ranks get.
         model: Accepted for Horovod's sake; not needed.
     """
-    is_root, name = rank() == root_rank, "hvd_pipe.optimizer_state"
+    is_root, name = mpi_ops.rank() == root_rank, "hvd_pipe.optimizer_state"
     state: Any = optimizer.state_dict() if is_root else None
-    skeleton = broadcast_object(tree_map(_Slot.of, state), root_rank, name)
+    skeleton = _horovod.broadcast_object(tree_map(_Slot.of, state), root_rank, name)
     slots = [leaf for leaf in tree_leaves(skeleton) if isinstance(leaf, _Slot)]
     if is_root:
         tensors = [leaf for leaf in tree_leaves(state) if _travels(leaf)]

@@ -66,7 +66,7 @@ ROOMS = {
     "hvd_pipe/*.py": Room(("hvd_pipe",), PYTHON, Size(9, 1360, 770, 60, 260)),
     "build_horovod": Room(("hvd_pipe/build_horovod",), TEXT, Size(12, 870, 360, 30, 90)),
     "cli": Room(("hvd_pipe/cli",), PYTHON, Size(14, 2920, 2080, 140, 540)),
-    "measuring": Room(("hvd_pipe/measuring",), PYTHON, Size(5, 610, 400, 50, 110)),
+    "measuring": Room(("hvd_pipe/measuring",), PYTHON, Size(5, 620, 390, 50, 110)),
     "pipeline": Room(("hvd_pipe/pipeline",), PYTHON, Size(13, 2400, 1490, 160, 300)),
     "planning": Room(("hvd_pipe/planning",), PYTHON, Size(23, 7540, 4650, 350, 1230)),
     "runtime": Room(("hvd_pipe/runtime",), PYTHON, Size(18, 2870, 1730, 200, 470)),

@@ -18,6 +18,8 @@ from click.testing import CliRunner, Result
 
 from hvd_pipe.cli.main import main
 from hvd_pipe.cli.profile import Target
+from hvd_pipe.cli.script import _warn_of
+from hvd_pipe.measuring.facts import Facts
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 
 pytestmark = pytest.mark.slow
@@ -202,6 +204,7 @@ import os
 if "RANK" in os.environ:
     raise RuntimeError("no GPU for a worker of torchrun")
 """
+BOTH_FAILURES = "RuntimeError: no GPU for a worker of torchrun; alone, KeyError: 'RANK'"
 NETWORK = ("--workers", "16", "--bandwidth", "1gbit")
 SMALL = 4 * (4 * 3 + 3 + 3 * 2 + 2)
 
@@ -304,6 +307,9 @@ def test_check_names_what_it_did_not_measure(tmp_path: Path) -> None:
         (ADAM, ["train.py", "5", "0"], "ended after 5 steps of PyTorch's optimizers"),
         (SPAWNS, ["train.py", "5", "0"], "ended after 0 steps of PyTorch's optimizers"),
         (ADAM, ["train.py", "many", "0"], INVALID),
+        (f"{REFUSES}os.environ['RANK']", ["train.py", "30", "0"], BOTH_FAILURES),
+        (ADAM, ["torchrun", "--nproc-per-node", "2", "train.py", "30"], "torchrun: name the file"),
+        (ADAM, ["-m", "train"], "-m: name the file of the script"),
         pytest.param(
             *("import os; os.abort()", ["train.py", "0", "0"], "train.py failed (SIGABRT)"),
             marks=pytest.mark.nightly,
@@ -325,8 +331,16 @@ def test_check_says_why_it_has_not_measured(
     assert said in run.stderr
     assert not run.stdout
     # A script that has made steps needs no other variables, and its errors are its own.
-    assert ("Once more, alone" in run.stderr) == (said == INVALID)
+    assert ("Once more, alone" in run.stderr) == (said in {INVALID, BOTH_FAILURES})
+    assert ("A script that needs a GPU" in run.stderr) == (prepare == SPAWNS)
     assert "runpy" not in run.stderr
+
+
+def test_a_measurement_beside_other_work_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    told = "warning: steps took 100 ms to 250 ms: measure them again while nothing else computes\n"
+    for longest_s, said in ((0.15, ""), (0.25, told)):
+        _warn_of(0.0, Facts("SGD", 1.0, "cpu", 15, (0.1, longest_s)))
+        assert capsys.readouterr().err == said
 
 
 STUBBORN = """
