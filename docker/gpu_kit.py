@@ -43,6 +43,7 @@ MOST_BYTES = 60 * 2**20
 WHEELS = (
     *("cffi", "cloudpickle", "packaging", "psutil", "pycparser", "PyYAML", "setuptools", "wheel"),
     *("click", "markdown-it-py", "mdurl", "Pygments", "rich", "iniconfig", "pluggy", "pytest"),
+    "tqdm",
 )
 FILES = (
     *("docker/gpu_check.sh", "docker/gpu_kit.py", "tests/gpu/*.py", "torch_examples/models.py"),

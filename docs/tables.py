@@ -95,22 +95,22 @@ def what_to_expect() -> str:
     """The first page's table: speed beside stock Horovod, what changes, and what it costs."""
     images = [line.split("|") for line in of_convergence()["images 2"].splitlines()]
     accuracy = {cells[1].strip(): f"{cells[4].strip()}%" for cells in images if len(cells) > 4}
-    cells, copy = measured("exact-120ms"), "one copy of the gradients"
+    cells = measured("exact-120ms")
     body = []
     for label, names, learns_as, updates, memory in (
-        ("stock Horovod", ["horovod"], "stock Horovod", "exact", "a buffer of up to 128 MiB"),
-        ("PyTorch DDP", DDP, None, "exact", "up to one copy of the gradients"),
+        ("stock Horovod", ["horovod"], "stock Horovod", "exact", "1, and up to 128 MiB"),
+        ("PyTorch DDP", DDP, None, "exact", "1 to 2"),
         (
-            *("the default, which chose `overlap=forward`", [DEFAULT], "`merged-gradient`"),
-            *("exact", copy),
+            *("`merged-gradient`, the default", [DEFAULT], "`merged-gradient`"),
+            *("exact", "1"),
         ),
         (
             *("`pipe-sgd:warmup_steps=50`", ["pipe-sgd"], "`pipe-sgd:warmup_steps=50`"),
-            *("gradients one step old", "two copies of the gradients"),
+            *("gradients one step old", "2"),
         ),
         (
             *("`cocod:period=8`", ["cocod:period=8"], "`cocod:period=8`"),
-            *("models averaged every 8 steps", "two copies of the model"),
+            *("models averaged every 8 steps", "3"),
         ),
     ):
         speed = [
@@ -119,7 +119,7 @@ def what_to_expect() -> str:
         ]
         reached = accuracy[learns_as] if learns_as else "not run"
         body.append([label, *speed, updates, reached, memory])
-    return markdown(["", "speed at m = c", "m = 4 c", "updates", "accuracy", "memory added"], body)
+    return markdown(["", "speed at m = c", "m = 4 c", "updates", "accuracy", "memory"], body)
 
 
 def demo_table() -> str:

@@ -21,13 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
@@ -113,7 +115,7 @@ def about_link(result: dict[str, Any]) -> str:
     text += f"({result['nbytes'] / 2**20:.1f} MiB) takes {taken:.0f} ms"
     if "bits" in result:
         text += f",\nat {result['bits'] / 1e6:,.0f} Mbit/s: the link is limited to make both equal"
-    return f"{text}."
+    return f"{text}.\nPlans of messages are made first, before the clock starts."
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
@@ -166,31 +168,31 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def draw_timeline(axes: Axes, name: str, result: dict[str, Any]) -> None:
     """Draw when a worker computes, and how much of its rate the link carries."""
-    one = result["shown"][name]
-    epochs = result["rows"][name]
+    one, epochs = result["shown"][name], result["rows"][name]
     step_ms = 1e3 * sum(e["seconds"] for e in epochs) / len(epochs) / result["steps"]
-    ends_ms = [1e3 * (end - one["begun"]) for end in one["ends"]]
-    samples = [
-        line.split() for line in one["samples"] if float(line.split()[0]) <= one["ends"][-1]
-    ]
-    moments = [1e3 * (float(moment) - one["begun"]) for moment, _, _ in samples]
-    computes = [
-        state == "R" and not any(a <= float(moment) <= b for a, b in one["waits"])
-        for moment, _, state in samples
-    ]
-    sent = [int(count) for _, count, _ in samples]
+    rows = [line.split() for line in one["samples"]]
+    times, sent = (np.array([float(row[column]) for row in rows]) for column in (0, 1))
+    running = np.array([row[2] == "R" for row in rows]) & (times <= one["ends"][-1])
+    computes = running & ~within(times, one["waits"])
+    begins = [one["begun"], *one["ends"]]
+    forward = computes & within(times, zip(begins, one["forward_ends"], strict=False))
+    moments, ends = (1e3 * (np.array(seconds) - one["begun"]) for seconds in (times, one["ends"]))
     width, full = 5, result.get("bits", 8e9) / 8e3  # in samples, and in bytes a millisecond
-    heights = [
-        0.1 + 0.8 * min((sent[i + width] - sent[i]) / (moments[i + width] - moments[i]) / full, 1)
-        for i in range(len(sent) - width)
-    ]
-    axes.vlines(ends_ms, 1, 2, color="black", linewidth=1)
-    centres = moments[width // 2 : width // 2 + len(heights)]
-    axes.fill_between(moments, 1.1, 1.9, where=computes, color="#5aa9d6", linewidth=0, step="post")
+    rates = (sent[width:] - sent[:-width]) / (moments[width:] - moments[:-width]) / full
+    centres = moments[width // 2 : width // 2 + len(rates)]
+    for when, colour in ((computes, "#8fc4e8"), (forward, "#1f77b4")):
+        axes.fill_between(moments, 1.1, 1.9, where=when, color=colour, linewidth=0, step="post")
+    heights = 0.1 + 0.8 * np.minimum(rates, 1.0) * (centres <= ends[-1])
     axes.fill_between(centres, 0.1, heights, color="#f2a53c", linewidth=0)
-    title = f"{name}: {step_ms:.0f} ms a step in training (a line is the end of a step)"
-    axes.set(title=title, ylim=(0, 2), yticks=[0.5, 1.5], xlabel="time (ms)")
+    axes.vlines(ends, 1, 2, color="black", linewidth=1)
+    axes.set(title=f"{name}: {step_ms:.0f} ms a step on average", ylim=(0, 2), yticks=[0.5, 1.5])
+    axes.set_xlabel("time (ms); dark: forward pass, light: backward pass, line: end of a step")
     axes.set_yticklabels(["the link sends", "worker 0 computes"])
+
+
+def within(times: NDArray[np.float64], spans: Iterable[tuple[float, float]]) -> NDArray[np.bool_]:
+    """Return which times are in one of these spans."""
+    return np.any([np.zeros(len(times)), *((a <= times) & (times < b) for a, b in spans)], axis=0)
 
 
 def in_a_folder(path: str) -> Path:

@@ -61,13 +61,16 @@ class Row:
                 self.optimizer, named, strategy=self.strategy
             )
         self.first = {key: value.clone() for key, value in self.model.state_dict().items()}
+        self.forward_ends: list[float] = []
         self.waits: list[tuple[float, float]] = []  # of stock Horovod, which polls meanwhile
 
     def step(self, index: Tensor) -> None:
         """Train on these images."""
         x, y = self.data.train_x[index], self.data.train_y[index]
         self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.forward(x), y).backward()
+        loss = nn.functional.cross_entropy(self.forward(x), y)
+        self.forward_ends.append(time.perf_counter())
+        loss.backward()
         if self.name == "stock Horovod":
             begun = time.perf_counter()
             self.optimizer.synchronize()
@@ -154,7 +157,8 @@ def show(row: Row, folder: Path) -> dict[str, Any]:
     row.drain()
     # The first steps begin with nothing in flight.
     begun, *ends = ends[SKIPPED_STEPS - 1 :]
-    return {"begun": begun, "ends": ends, "waits": row.waits, "samples": samples}
+    seen = {"begun": begun, "ends": ends, "waits": row.waits, "samples": samples}
+    return {**seen, "forward_ends": row.forward_ends[-SHOWN_STEPS:]}
 
 
 def main() -> None:

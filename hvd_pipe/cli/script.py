@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ _BUSY = 0.75  # of all cores
 _UNLIKE = 2.0  # the longest step, as a multiple of the shortest
 _POLL_S = 0.2
 _GRACE_S = 3.0
+_OF_GPUS = re.compile("CUDA|NCCL|NVIDIA")
 _STEPS = SKIP_STEPS + RECORD_STEPS + 2  # two show which optimizers there are
 _ELSE = (
     ". A script that needs a GPU is measured where there is one. One that starts its own workers "
@@ -111,18 +113,17 @@ def measure_script(command: Sequence[str]) -> tuple[ModelProfile | None, Facts |
         click.echo(f"{command[0]} failed as a worker of torchrun. Once more, alone:", err=True)
         code, left = _run(command, {}, alone=True)
         if why != left.failure:
-            why = f"as a worker of torchrun, {why or '-'}; alone, {left.failure or '-'}"
+            both = [failure or "see above" for failure in (why, left.failure)]
+            why = "as a worker of torchrun, {}; alone, {}".format(*both)
     click.echo(err=True)  # a bar of the script has not ended its line
     facts = left.facts
     if not left.is_enough:
-        made = f"{counted(facts.steps if facts else 0, 'step')} of PyTorch's optimizers"
-        if code:
-            said = f"{_failed(code)} after {made}: {why or 'its message is above'}"
-        else:
-            said = f"ended after {made}, and it takes {_STEPS} to measure them: have it make more"
-        is_elsewhere = facts is None and not why and code in (0, 1)
-        is_elsewhere |= "CUDA" in why or "NCCL" in why
-        raise HvdPipeError(f"{command[0]} {said}{_ELSE if is_elsewhere else ''}")
+        said = f"{_failed(code) if code else 'ended'} after "
+        said += f"{counted(facts.steps if facts else 0, 'step')} of PyTorch's optimizers"
+        said += "" if code else f", and it takes {_STEPS} to measure them"
+        said += f": {why}" if why else ""
+        is_own = facts or code not in (0, 1) or (left.failure and not _OF_GPUS.search(why))
+        raise HvdPipeError(f"{command[0]} {said}{'' if is_own else _ELSE}")
     _warn_of(load, facts)
     return _named(left.profile, command[0]), facts
 
@@ -184,7 +185,7 @@ def _warn_of(load: float, facts: Facts | None) -> None:
         )
     elif facts and facts.range_s and facts.range_s[1] > _UNLIKE * facts.range_s[0]:
         least, most = map(units.format_seconds, facts.range_s)
-        warning(f"steps took {least} to {most}: measure them again while nothing else computes")
+        warning(f"steps took {least} to {most}: they are unlike, or other programs computed, too")
 
 
 def _of_torchrun() -> dict[str, str]:

@@ -202,7 +202,7 @@ def main() -> None:
         while frames is not None and frames.tb_frame.f_code.co_filename != os.fspath(path):
             frames = frames.tb_next
         traceback.print_exception(error.with_traceback(frames))
-        (Path(folder) / FAILURE).write_text("".join(traceback.format_exception_only(error)))
+        (Path(folder) / FAILURE).write_text(f"{type(error).__name__}: {error}".splitlines()[0])
         sys.exit(1)
 
 

@@ -102,14 +102,14 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         RanksDisagreeError: Ranks have unlike tensors; on every rank, before anything is sent.
     """
     workers.finish_all()
-    if isinstance(params, dict):
-        params = sorted(params.items(), key=lambda pair: str(pair[0]))
-    named = [pair if isinstance(pair, tuple) else (None, pair) for pair in params]
+    pairs = params.items() if isinstance(params, dict) else params
+    named = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
+    named.sort(key=lambda pair: str(pair[0]))
 
     def check() -> tuple[None, Description]:
         for name, tensor in named:
             check_has_shape(name, tensor)
-        return None, [("a tensor", f"{name} {t.dtype} {tuple(t.shape)}") for name, t in named]
+        return None, [("tensors", f"{n or 'one'}: {t.dtype} {[*t.shape]}") for n, t in named]
 
     agreement.checked(check, "hvd_pipe.broadcast_parameters", mpi_ops.global_process_set)
     broadcast_tensors(named, root_rank)

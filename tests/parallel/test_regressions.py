@@ -108,8 +108,8 @@ def test_bfloat16_is_broadcast_and_gathered() -> None:
 
 def test_a_broadcast_of_unlike_models() -> None:
     """Horovod named no rank that had another shape, and waited for ever for a missing tensor."""
-    two = {"a": torch.zeros(1 + hvd.rank()), "b": torch.zeros(3)}
-    with pytest.raises(RanksDisagreeError, match=r"rank 0 has a torch\.float32 \(1,\); rank 1 "):
+    two = {"weight": torch.zeros(1 + hvd.rank()), "bias": torch.zeros(3)}
+    with pytest.raises(RanksDisagreeError, match=r"weight: torch\.float32 \[1\]; rank 1 has "):
         hvd.broadcast_parameters(two, root_rank=0)
     with pytest.raises(RanksDisagreeError, match="rank 1 has nothing more"):
         hvd.broadcast_parameters([torch.zeros(3), torch.zeros(3)][hvd.rank() :], root_rank=0)

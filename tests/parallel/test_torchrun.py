@@ -18,6 +18,7 @@ from ranks import run_program
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.torch import torchrun
+from tests import pages
 
 SCRIPT = """
 import json
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.data.distributed import DistributedSampler
 
 import hvd_pipe.torch as hvd
 
@@ -39,11 +41,9 @@ if os.environ["GROUP_WORLD_SIZE"] == "1":
 if fails and hvd.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     sys.exit(3)
 torch.manual_seed(hvd.rank())
-model = torch.nn.Linear(4, 2)
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-)
+model, data = torch.nn.Linear(4, 2), range(8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+README
 for _ in range(3):
     optimizer.zero_grad()
     model(torch.randn(3, 4)).sum().backward()
@@ -64,7 +64,9 @@ TORCHRUN = f"{sys.executable} -m torch.distributed.run"
 
 def script(folder: Path) -> str:
     """Write what each rank runs: a few steps, and a line about its job."""
-    (folder / "script.py").write_text(SCRIPT)
+    diff = next(b.text for b in pages.blocks(pages.ROOT / "README.md") if b.language == "diff")
+    added = [line[1:] for line in diff.splitlines() if line[0] == "+"]
+    (folder / "script.py").write_text(SCRIPT.replace("README", "\n".join(added)))
     return str(folder / "script.py")
 
 

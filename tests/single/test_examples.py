@@ -212,7 +212,7 @@ def test_the_sentence_about_the_link_says_its_rate(is_limited: bool) -> None:
 
 
 def test_a_picture_has_a_timeline_for_what_was_watched(tmp_path: Path) -> None:
-    one = {"begun": 1.0, "ends": [1.01, 1.02], "waits": [(1.015, 1.02)]}
+    one = {"begun": 1.0, "ends": [1.01, 1.02], "forward_ends": [1.003], "waits": [(1.015, 1.02)]}
     one["samples"] = samples(1.0)
     for shown in ({}, {"stock Horovod": one}, {"stock Horovod": one, "overlap=forward": one}):
         path = tmp_path / f"{len(shown)}.svg"
