@@ -100,10 +100,7 @@ def what_to_expect() -> str:
     for label, names, learns_as, updates, memory in (
         ("stock Horovod", ["horovod"], "stock Horovod", "exact", "1, and up to 128 MiB"),
         ("PyTorch DDP", DDP, None, "exact", "1 to 2"),
-        (
-            *("`merged-gradient`, the default", [DEFAULT], "`merged-gradient`"),
-            *("exact", "1"),
-        ),
+        ("`merged-gradient`, the default", [DEFAULT], "`merged-gradient`", "exact", "1"),
         (
             *("`pipe-sgd:warmup_steps=50`", ["pipe-sgd"], "`pipe-sgd:warmup_steps=50`"),
             *("gradients one step old", "2"),

@@ -103,8 +103,7 @@ def _print(
         above=(
             f"{profile.name}: {units.format_bytes(size)} of gradients{_how_measured(facts)}",
             f"c = {seconds(profile.compute_s)}, a step of one worker that sends nothing "
-            "(medians): "
-            f"{seconds(profile.forward_s)} before the first gradient (data, forward), "
+            f"(medians): {seconds(profile.forward_s)} before the first gradient (data, forward), "
             f"{seconds(profile.backward_s)} from there to the last, "
             f"{seconds(profile.update_s)} until the update is made",
             f"m = {seconds(answer['all_reduce_s'])}, one all-reduce of all gradients. "

@@ -102,17 +102,17 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         RanksDisagreeError: Ranks have unlike tensors; on every rank, before anything is sent.
     """
     workers.finish_all()
-    pairs = params.items() if isinstance(params, dict) else params
-    named = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
-    named.sort(key=lambda pair: str(pair[0]))
 
-    def check() -> tuple[None, Description]:
+    def check() -> tuple[list[tuple[str | None, torch.Tensor]], Description]:
+        pairs = params.items() if isinstance(params, dict) else params
+        named = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
+        named.sort(key=lambda pair: str(pair[0]))
         for name, tensor in named:
             check_has_shape(name, tensor)
-        return None, [("tensors", f"{n or 'one'}: {t.dtype} {[*t.shape]}") for n, t in named]
+        return named, [("tensors", f"{n or 'one'}: {t.dtype} {[*t.shape]}") for n, t in named]
 
-    agreement.checked(check, "hvd_pipe.broadcast_parameters", mpi_ops.global_process_set)
-    broadcast_tensors(named, root_rank)
+    name = "hvd_pipe.broadcast_parameters"
+    broadcast_tensors(agreement.checked(check, name, mpi_ops.global_process_set), root_rank)
 
 
 def _travels(leaf: Any) -> bool:
